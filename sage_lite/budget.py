@@ -1,0 +1,121 @@
+"""The gradient budget: how much of a frozen policy's gradient each advantage spends on easy and on hard problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Mapping
+
+import numpy as np
+import torch
+
+from sage_lite import advantages as adv
+from sage_lite.errors import UserError
+from sage_lite.evaluation import Interval, bootstrap
+from sage_lite.logprobs import completion_logprobs
+from sage_lite.policy import Policy
+from sage_lite.rewards import score_all
+from sage_lite.rollout import sample
+from sage_lite.tasks import Task
+from sage_lite.update import group_advantages
+
+BINS = (0.0, 0.2, 0.5, 0.7, 0.9, 1.0)  # [0,.2) [.2,.5) [.5,.7) [.7,.9) [.9,1]
+
+
+@dataclass
+class GradientBudget:
+    """Gradient norms of single groups, with the pass rate that they are binned by.
+
+    pass_rate [N]: from samples that are independent of the groups. norms: by advantage name, [N, groups], each
+    `|| (1/M) sum_i A_i grad log pi(rollout i) ||`, without clip and KL.
+    """
+
+    pass_rate: np.ndarray
+    norms: dict[str, np.ndarray]
+
+    @property
+    def bins(self) -> np.ndarray:
+        """Bin of each problem, 0 to 4."""
+        return np.clip(np.digitize(self.pass_rate, BINS[1:-1]), 0, len(BINS) - 2)
+
+    def shares(self, name: str) -> list[Interval]:
+        """Share of the summed norm in each p-bin for one advantage, with bootstrap intervals over problems."""
+        table = np.stack([self.bins, self.norms[name].mean(-1)], -1)
+        return [bootstrap(table, lambda t, b=b: _share(t, b)) for b in range(len(BINS) - 1)]
+
+
+def _share(table: np.ndarray, bin_: int) -> float:
+    total = table[:, 1].sum()
+    return float(table[table[:, 0] == bin_, 1].sum() / total) if total > 0 else float("nan")
+
+
+def gradient_budget(
+    policy: Policy,
+    task: Task,
+    rows: list[dict],
+    advantages: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | list[str],
+    *,
+    group_size: int = 8,
+    groups: int = 1,
+    rate_samples: int = 64,
+    max_new_tokens: int | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+    pass_rate: np.ndarray | None = None,
+) -> GradientBudget:
+    """Measure the budget on a frozen policy: every advantage is applied to the very same groups of rollouts.
+
+    rows: N problems. advantages: names, or a dict of callables. Each problem's p comes from `rate_samples` >= 64 samples
+    drawn independently of its groups (or is given, [N]): binning by the group's own k/M would sort the groups by the very
+    noise that makes their gradient large. A group without a usable reward counts 0.
+    """
+    if rate_samples < 64 and pass_rate is None:
+        raise UserError(f"rate_samples must be >= 64 for a usable pass rate, got {rate_samples}")
+    functions = {n: adv.get(n) for n in advantages} if not isinstance(advantages, Mapping) else dict(advantages)
+    style = policy.prompt_style if policy.prompt_style in task.styles else task.styles[0]
+    prompts = policy.encode([task.prompt(row, style) for row in rows])
+    length = max_new_tokens or task.default_max_new_tokens(style)
+    generator = torch.Generator(policy.device).manual_seed(seed)
+    settings = {"max_new_tokens": length, "temperature": temperature, "generator": generator}
+
+    def draw(rows_: list[int], size: int):
+        out = sample(policy, [prompts[i] for i in rows_], size, **settings)
+        scored, _, _ = score_all(task.score, out.texts, [rows[i] for i in rows_ for _ in range(size)])
+        return out, torch.tensor([float("nan") if r is None else r for r in scored]).view(-1, size)
+
+    if pass_rate is None:
+        chunks = [draw(list(range(i, min(i + 32, len(rows)))), rate_samples)[1] for i in range(0, len(rows), 32)]
+        pass_rate = (torch.cat(chunks) >= 1.0).float().mean(-1).numpy()
+    norms = {name: np.zeros((len(rows), groups)) for name in functions}
+    parameters = [p for _, p in policy.trainable()]
+    for i in range(len(rows)):
+        for g in range(groups):
+            out, rewards = draw([i], group_size)
+            levels, gram = _level_gradients(policy, out, rewards[0], parameters, temperature)
+            if len(levels) == 0:
+                continue
+            for name, function in functions.items():
+                values = group_advantages(function, rewards)[0].double()
+                weights = torch.stack([values[rewards[0] == level][0] for level in levels])
+                norms[name][i, g] = float((weights @ gram @ weights).clamp(min=0).sqrt()) / group_size
+    return GradientBudget(np.asarray(pass_rate), norms)
+
+
+def _level_gradients(policy, out, rewards, parameters, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct reward levels of a group, and the Gram matrix of their summed gradients `sum_{i at level} grad log pi`.
+
+    Rollouts with equal rewards have equal advantages, so any advantage's gradient is a combination of these few vectors:
+    one backward pass a level serves every advantage.
+    """
+    levels = torch.unique(rewards[~rewards.isnan()])
+    logp = completion_logprobs(
+        policy.causal_lm, out.prompts, out.completions, out.mask, out.group, pad_id=policy.pad_id, temperature=temperature
+    ).sum(-1)
+    vectors = []
+    for j, level in enumerate(levels):
+        total = logp[(rewards == level).to(logp.device)].sum()
+        grads = torch.autograd.grad(total, parameters, retain_graph=j + 1 < len(levels), allow_unused=True)
+        vectors.append(torch.cat([torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in zip(grads, parameters)]))
+    if not vectors:
+        return levels, torch.zeros(0, 0, dtype=torch.float64)
+    matrix = torch.stack(vectors).float()
+    return levels, (matrix @ matrix.T).double().cpu()

@@ -1,0 +1,114 @@
+"""What a policy can do: unbiased pass@k and greedy accuracy, each with its bootstrap interval over problems."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sage_lite.errors import UserError
+from sage_lite.policy import Policy
+from sage_lite.rewards import score_all
+from sage_lite.rollout import sample
+from sage_lite.tasks import Task
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is right) from c right among n: `1 - C(n-c, k) / C(n, k)`.
+
+    Raises UserError unless 0 <= c <= n and 1 <= k <= n. Source: Chen et al., arXiv 2107.03374, eq. 1.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise UserError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    # Integers are exact at any size; a ratio of factorials in floats overflows from n = 171 on.
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the 95 % bootstrap interval around it."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def bootstrap(values, statistic=np.mean, *, resamples: int = 1000, seed: int = 0) -> Interval:
+    """Percentile bootstrap over the first axis of `values` (the problems): 2.5 % to 97.5 % of the resampled statistic.
+
+    values: [N] or [N, ...]; statistic maps such an array to a number. Speaks of other problems, not of other seeds.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    if len(values) == 0:
+        raise UserError("bootstrap needs at least one value")
+    rng = np.random.default_rng(seed)
+    draws = [statistic(values[rng.integers(0, len(values), len(values))]) for _ in range(resamples)]
+    low, high = np.nanpercentile(draws, [2.5, 97.5])
+    return Interval(float(statistic(values)), float(low), float(high))
+
+
+@dataclass
+class Evaluation:
+    """Right answers per problem: `right[i]` of `samples[i]` samples; greedy[i] is 0 or 1 where greedy was asked for."""
+
+    right: np.ndarray
+    samples: np.ndarray
+    greedy: np.ndarray | None
+    texts: list[list[str]]
+
+    @property
+    def pass_rate(self) -> np.ndarray:
+        """Estimated p of each problem, [N]."""
+        return self.right / np.maximum(self.samples, 1)
+
+    def pass_at(self, k: int) -> Interval:
+        """pass@k over the problems, with its interval; problems with fewer than k scored samples are left out."""
+        enough = self.samples >= k
+        if not enough.any():
+            raise UserError(f"pass@{k} needs at least {k} scored samples a problem, got at most {self.samples.max()}")
+        return bootstrap([pass_at_k(int(n), int(c), k) for n, c in zip(self.samples[enough], self.right[enough])])
+
+
+def evaluate(
+    policy: Policy,
+    task: Task,
+    rows: list[dict] | None = None,
+    *,
+    samples: int = 16,
+    max_new_tokens: int | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    seed: int = 0,
+    prompts_per_batch: int = 128,
+) -> Evaluation:
+    """Sample every problem (default: the task's test rows) and count the right answers, reward >= 1 being right.
+
+    A scorer that fails for a completion takes that sample out of the count.
+    """
+    rows = task.test if rows is None else rows
+    if not rows:
+        raise UserError(f"task {task.name!r} has no problem to evaluate on")
+    style = policy.prompt_style if policy.prompt_style in task.styles else task.styles[0]
+    prompts = policy.encode([task.prompt(row, style) for row in rows])
+    settings = {"max_new_tokens": max_new_tokens or task.default_max_new_tokens(style), "top_p": top_p}
+    generator = torch.Generator(policy.device).manual_seed(seed)
+    texts, greedy_texts = [], []
+    for start in range(0, len(rows), prompts_per_batch):
+        batch = prompts[start : start + prompts_per_batch]
+        drawn = sample(policy, batch, samples, temperature=temperature, generator=generator, **settings).texts
+        texts += [drawn[i : i + samples] for i in range(0, len(drawn), samples)]
+        if greedy:
+            greedy_texts += sample(policy, batch, 1, temperature=0.0, **settings).texts
+    flat, _, _ = score_all(task.score, [t for group in texts for t in group], [row for row in rows for _ in range(samples)])
+    scores = np.array([np.nan if r is None else r for r in flat], dtype=np.float64).reshape(len(rows), samples)
+    best = None
+    if greedy:
+        best_scores, _, _ = score_all(task.score, greedy_texts, rows)
+        best = np.array([float((r or 0.0) >= 1.0) for r in best_scores])
+    return Evaluation((scores >= 1.0).sum(-1), (~np.isnan(scores)).sum(-1), best, texts)

@@ -1,0 +1,125 @@
+"""Sample M completions a prompt. A group is a tree: rollouts that share a prefix share its computation until they part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sage_lite.errors import UserError
+from sage_lite.logprobs import left_pad, positions
+from sage_lite.policy import Policy
+
+
+@dataclass
+class Rollouts:
+    """The sampled completions of G prompts, M each; row i belongs to prompt i // group_size.
+
+    prompts: G token-id lists. completions, mask: [G*M, T], right-padded, live up to and including the first EOS.
+    finished: [G*M], whether an EOS was reached before the length limit. texts: G*M strings without the EOS.
+    """
+
+    prompts: list[list[int]]
+    completions: torch.Tensor
+    mask: torch.Tensor
+    finished: torch.Tensor
+    texts: list[str]
+    group_size: int
+
+    @property
+    def group(self) -> torch.Tensor:
+        """The prompt index of each row, [G*M]."""
+        return torch.arange(len(self.texts), device=self.completions.device) // self.group_size
+
+
+def completion_mask(tokens: torch.Tensor, eos_token_id: int | list[int]) -> torch.Tensor:
+    """True up to and including the first EOS of each row, also where pad = EOS; all True where there is none (cut off).
+
+    Shapes: tokens [..., T] integer ids -> [..., T] bool.
+    """
+    eos = torch.as_tensor(eos_token_id, device=tokens.device).reshape(-1)
+    is_eos = torch.isin(tokens, eos)
+    return (is_eos.cumsum(-1) - is_eos.long()) == 0
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy,
+    prompts: list[list[int]],
+    group_size: int,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Rollouts:
+    """Draw `group_size` independent completions of every prompt; temperature 0 takes the likeliest token (greedy).
+
+    Each prompt is computed once. Then every step computes one row per *distinct* prefix, not per rollout: rollouts that have
+    drawn the same tokens so far share a row, and finished ones leave. The samples are the same as with a row each.
+    generator: the source of randomness, on the policy's device. Raises UserError for empty prompts or bad settings.
+    """
+    _check(policy, prompts, group_size, max_new_tokens, temperature, top_p)
+    lm = policy.causal_lm
+    decoder, head, device = lm.get_decoder(), lm.get_output_embeddings(), policy.device
+    ids, mask = left_pad(prompts, policy.pad_id, device)
+    out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
+    cache, position = out.past_key_values, mask.sum(-1, keepdim=True)
+
+    rollouts = len(prompts) * group_size
+    tokens = torch.full((rollouts, max_new_tokens), policy.pad_id, device=device)
+    length = torch.full((rollouts,), max_new_tokens, device=device)
+    finished = torch.zeros(rollouts, dtype=torch.bool, device=device)
+    eos = torch.tensor(policy.eos_ids, device=device)
+    alive = torch.arange(rollouts, device=device)
+    row = alive // group_size  # the computed row that each living rollout reads
+    for step in range(max_new_tokens):
+        logits = head(out.last_hidden_state[:, -1]).float()
+        drawn = _draw(logits, row, temperature, top_p, generator)
+        tokens[alive, step] = drawn
+        ended = torch.isin(drawn, eos)
+        length[alive[ended]] = step + 1
+        finished[alive[ended]] = True
+        alive, row, drawn = alive[~ended], row[~ended], drawn[~ended]
+        if len(alive) == 0 or step == max_new_tokens - 1:
+            break
+        child, new_row = torch.unique(row * logits.shape[-1] + drawn, return_inverse=True)
+        parent, token = child // logits.shape[-1], child % logits.shape[-1]
+        if len(parent) != len(position) or not torch.equal(parent, torch.arange(len(parent), device=device)):
+            cache.batch_select_indices(parent)
+            mask, position = mask[parent], position[parent]
+        row, mask = new_row, torch.cat([mask, torch.ones_like(position)], 1)
+        out = decoder(
+            input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+        )
+        position = position + 1
+    width = int(length.max())
+    tokens, live = tokens[:, :width], torch.arange(width, device=device) < length[:, None]
+    return Rollouts(prompts, tokens, live, finished, policy.decode(tokens, live), group_size)
+
+
+def _draw(logits: torch.Tensor, row: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
+    """One token for each rollout from the distribution of the row it reads: logits [n, V], row [R] -> [R]."""
+    if temperature == 0:
+        return logits.argmax(-1)[row]
+    probs = torch.softmax(logits / temperature, -1)
+    if top_p < 1.0:
+        ordered, index = probs.sort(-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p stays in
+        probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
+    return torch.multinomial(probs[row], 1, generator=generator).squeeze(-1)
+
+
+def _check(policy, prompts, group_size, max_new_tokens, temperature, top_p) -> None:
+    if not prompts or min(len(p) for p in prompts) == 0:
+        raise UserError("there is nothing to sample from: no prompt, or a prompt without a token")
+    if group_size < 1 or max_new_tokens < 1:
+        raise UserError(f"group_size and max_new_tokens must be >= 1, got {group_size} and {max_new_tokens}")
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise UserError(f"temperature must be >= 0 and top_p in (0, 1], got {temperature} and {top_p}")
+    longest = max(len(p) for p in prompts)
+    if longest + max_new_tokens > policy.context_length:
+        raise UserError(
+            f"the longest prompt has {longest} tokens; with max_new_tokens={max_new_tokens} that passes the model's context "
+            f"of {policy.context_length}: shorten the prompts or lower max_new_tokens"
+        )
