@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from sage_lite.countdown import random_expression, solutions
 from sage_lite.evaluation import pass_at_k
+from sage_lite.logprobs import completion_logprobs
 from sage_lite.policy import Policy
 from sage_lite.rollout import sample
 from sage_lite.tasks import load_task
@@ -32,7 +33,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 RIGHT_SHARE = 0.5
-BATCH, LEARNING_RATE = 256, 1e-3
+PROMPTS, ANSWERS, LEARNING_RATE = 64, 4, 1e-3
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -58,20 +59,20 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     )  # fmt: skip
 
 
-def warm_start_batch(rows: list[dict], rng: random.Random, task, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, labels), both [BATCH, T]: prompts with a right or a random expression; labels only on the expression."""
-    ids, labels = [], []
-    for row in rng.choices(rows, k=BATCH):
-        right = rng.random() < RIGHT_SHARE
-        answer = rng.choice(solutions(row["nums"], row["target"])) if right else random_expression(row["nums"], rng)
-        shuffled = {**row, "nums": rng.sample(row["nums"], len(row["nums"]))}
-        [prompt] = policy.encode([task.prompt(shuffled, "short")])
-        completion = policy.tokenizer(answer, add_special_tokens=False)["input_ids"] + [policy.eos_ids[0]]
-        ids.append(prompt + completion)
-        labels.append([-100] * len(prompt) + completion)
+def warm_start_loss(rows: list[dict], rng: random.Random, task, policy: Policy) -> torch.Tensor:
+    """Mean negative log-likelihood of the tokens of right and random expressions, ANSWERS to each of PROMPTS problems."""
+    messages, answers = [], []
+    for row in rng.choices(rows, k=PROMPTS):
+        nums, right = rng.sample(row["nums"], len(row["nums"])), solutions(row["nums"], row["target"])
+        messages.append(task.prompt({**row, "nums": nums}, "short"))
+        answers += [rng.choice(right) if rng.random() < RIGHT_SHARE else random_expression(nums, rng) for _ in range(ANSWERS)]
+    ids = [x + policy.eos_ids[:1] for x in policy.tokenizer(answers, add_special_tokens=False)["input_ids"]]
     width = max(map(len, ids))
-    pad = [[policy.pad_id] * (width - len(x)) for x in ids]
-    return torch.tensor([x + p for x, p in zip(ids, pad)]), torch.tensor([x + [-100] * len(p) for x, p in zip(labels, pad)])
+    tokens = torch.tensor([x + [policy.pad_id] * (width - len(x)) for x in ids])
+    mask = torch.arange(width) < torch.tensor([[len(x)] for x in ids])
+    group = torch.arange(len(ids)) // ANSWERS
+    logprobs = completion_logprobs(policy.model, policy.encode(messages), tokens, mask, group, pad_id=policy.pad_id)
+    return -logprobs.sum() / mask.sum()
 
 
 def measure(policy: Policy, task, rollouts: int = 16, rows: int = 400) -> dict[str, float]:
@@ -100,8 +101,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=args.steps, pct_start=0.1)
     start = time.time()
     for step in range(1, args.steps + 1):
-        ids, labels = warm_start_batch(task.train, rng, task, policy)
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = warm_start_loss(task.train, rng, task, policy)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

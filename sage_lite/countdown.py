@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Union
 
-from .errors import UserError
+from sage_lite.errors import UserError
 
 Tree = Union[int, tuple]
 

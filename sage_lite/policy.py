@@ -102,7 +102,8 @@ class Policy:
     def save(self, folder: str | Path) -> None:
         """Write adapter (with LoRA) or weights as safetensors, and the tokenizer, so that load_policy(folder) gives it back."""
         kwargs = {"selected_adapters": ["default"]} if self.is_adapter else {}
-        self.model.save_pretrained(folder, safe_serialization=True, **kwargs)
+        with _no_progress_bar():
+            self.model.save_pretrained(folder, safe_serialization=True, **kwargs)
         self.tokenizer.save_pretrained(folder)
 
 

@@ -1,4 +1,4 @@
-"""One table: a method is its differences from a common base in advantage, loss and sampling. Read it to compare methods."""
+"""One table: a method is its differences from a common base in advantage, loss and sampling."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sage_lite.errors import UserError
 class Recipe:
     """A training method. The defaults are the common base; a row of RECIPES says only what differs from it.
 
-    advantage, advantage_params: name and parameters for `sage_lite.advantages.get`. normalization, kind, clip_low, clip_high:
-    as in `sage_lite.losses.policy_loss`. drop_dead_groups: groups whose rewards are all equal leave the batch, its token count
-    included (the base keeps them in the count). source: where the method is defined.
+    advantage, advantage_params: name and parameters for `sage_lite.advantages.get`. normalization, kind, clip_low,
+    clip_high: as in `sage_lite.losses.policy_loss`. drop_dead_groups: groups whose rewards are all equal leave the
+    batch, its token count included (the base keeps them in the count). source: where the method is defined.
     """
 
     advantage: str

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from . import countdown as arithmetic
-from . import rewards
-from .errors import UserError
+from sage_lite import countdown as arithmetic
+from sage_lite import rewards
+from sage_lite.errors import UserError
 
 STYLES = ("instruct", "short")
 

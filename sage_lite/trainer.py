@@ -110,12 +110,10 @@ def train(config: TrainConfig, policy: Policy | None = None, task: Task | None =
     prompts = policy.encode([task.prompt(row, style) for row in task.train])
     _check_context(policy, prompts, max_new_tokens)
 
-    optimizer = torch.optim.AdamW(
-        [p for _, p in policy.trainable()], lr=learning_rate(config, policy), weight_decay=config.weight_decay
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _lr_factor(config, s))
+    peak = learning_rate(config, policy)
+    optimizer = torch.optim.AdamW([p for _, p in policy.trainable()], lr=peak, weight_decay=config.weight_decay)
     out = Path(config.out) if config.out is not None else None
-    first = _prepare_folder(config, out, policy, optimizer, scheduler)
+    first = _prepare_folder(config, out, policy, optimizer)
     started, history, stop_at = time.perf_counter(), [], None
 
     with MetricsFile(out, first) as log, CompletionsFile(out, first) as samples, _stop_on_interrupt() as interrupted:
@@ -134,14 +132,16 @@ def train(config: TrainConfig, policy: Policy | None = None, task: Task | None =
                 )
                 rewards = torch.tensor([math.nan if r is None else r for r in scored]).view(-1, config.group_size)
                 values = group_advantages(advantage, rewards)
+                rate = peak * schedule_factor(config, step - 1)
+                for parameters in optimizer.param_groups:
+                    parameters["lr"] = rate
                 numbers = update(
                     policy, optimizer, rollouts, rewards, values, method, beta=config.beta, temperature=config.temperature,
                     grad_clip=config.grad_clip, minibatches=config.minibatches, max_length=max_new_tokens,
                     micro_batch_tokens=config.micro_batch_tokens, share_prompts=config.share_prompts,
                     generator=torch.Generator().manual_seed(_step_seed(config.seed, step)),
                 )  # fmt: skip
-                numbers["lr"] = scheduler.get_last_lr()[0]
-                scheduler.step()
+                numbers["lr"] = rate
                 seconds = time.perf_counter() - began
                 line = {"step": step, "method": config.method, **_batch_metrics(rewards, rollouts, failed), **numbers}
                 line |= {"tokens_per_s": rollouts.mask.sum().item() / seconds, "rollout_s": sampled - began, "seconds": seconds}
@@ -151,10 +151,8 @@ def train(config: TrainConfig, policy: Policy | None = None, task: Task | None =
                 bar.show(line)
                 last = step == config.steps or interrupted.is_set()
                 if out is not None and (last or step % config.checkpoint_every == 0):
-                    state = {"scheduler": scheduler.state_dict(), "data_position": step * config.batch_size}
-                    checkpoint.save_checkpoint(
-                        out / "checkpoints", step, policy, optimizer, state, config.keep_checkpoints
-                    )
+                    state = {"data_position": step * config.batch_size, "lr": rate}
+                    checkpoint.save_checkpoint(out / "checkpoints", step, policy, optimizer, state, config.keep_checkpoints)
                 if interrupted.is_set() and step < config.steps:
                     stop_at = step
                     break
@@ -199,10 +197,11 @@ def _batch_metrics(rewards: torch.Tensor, rollouts, failed: int) -> dict[str, fl
     }
 
 
-def _lr_factor(config: TrainConfig, step: int) -> float:
+def schedule_factor(config: TrainConfig, step: int) -> float:
+    """Share of the peak learning rate at `step` (from 0): like the data position a function of the step, not a state."""
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    progress = min(1.0, step / max(config.steps, 1))
-    return warm * {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[config.schedule]
+    done = min(1.0, step / config.steps)
+    return warm * {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[config.schedule]
 
 
 def _check(config: TrainConfig) -> None:
@@ -230,7 +229,7 @@ def _check_context(policy: Policy, prompts: list[list[int]], max_new_tokens: int
         )
 
 
-def _prepare_folder(config: TrainConfig, out: Path | None, policy: Policy, optimizer, scheduler) -> int:
+def _prepare_folder(config: TrainConfig, out: Path | None, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
     """Make or resume the run's folder; returns the number of steps already done."""
     if out is None:
         return 0
@@ -252,9 +251,7 @@ def _prepare_folder(config: TrainConfig, out: Path | None, policy: Policy, optim
     if changed:
         k = changed[0]
         raise UserError(f"cannot resume {out} as another run: {k} was {before.get(k)!r} and is now {settings[k]!r}")
-    state = checkpoint.load_checkpoint(found, policy, optimizer)
-    scheduler.load_state_dict(state["scheduler"])
-    return int(state["step"])
+    return int(checkpoint.load_checkpoint(found, policy, optimizer)["step"])
 
 
 @contextmanager

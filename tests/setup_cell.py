@@ -12,12 +12,12 @@ elif not found("sage_lite") and found("google") and found("google.colab"):
     pins = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "numpy") if found(name)]
     file = pathlib.Path(tempfile.mkdtemp(), "pins.txt")
     file.write_text("\n".join(pins))
-    pip = [sys.executable, "-m", "pip", "install", "-q", "-c", str(file), f"sage-lite @ {SOURCE}"]
-    done = subprocess.run(pip, capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "install", "-c", str(file), SOURCE]
+    done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise RuntimeError(f"pip could not install sage-lite:\n{done.stderr}")
+        raise RuntimeError(f"pip could not install sage-lite:\n{done.stdout[-3000:]}")
     importlib.invalidate_caches()
 
-import sage_lite.doctor  # not found? pip install "sage-lite @ git+https://github.com/sage-lite/sage-lite"
+import sage_lite.doctor  # not found? pip install git+https://github.com/sage-lite/sage-lite
 
 print(sage_lite.doctor.notebook_banner())

@@ -88,6 +88,14 @@ def test_table_of_sage_at_eight_rollouts():
     close(table.failure[1:8], -np.arange(1, 8) / np.arange(7, 0, -1) * table.success[1:8])
 
 
+def test_the_entries_that_no_group_has():
+    for name in ALL:
+        table = theory.binary_table(name, 4)
+        assert table.success[0] == table.failure[4] == 0.0
+    close(theory.binary_table("sign", 4).success, [0, 1, 1, 1, 1])
+    close(theory.binary_table("sign", 4).failure, [-1, -1, -1, -1, 0])
+
+
 def test_all_reference_values(repository):
     path = repository.parent / "shared" / "reference" / "weights.json"
     if not path.exists():

@@ -10,8 +10,8 @@ registers an exercise by decorating its checker, a function that takes the answe
 
 `wrong` lists typical wrong answers, each with a fragment of the message it must get; tests/test_exercises.py runs
 them, the solution and the stub through the same checker. In the notebook stand `Exercise.heading` (in a markdown cell),
-a stub cell (a function that ends in `return ...`, or `name = ...`), a cell `check("02.1", name)`, and in a <details> the
-comment `<!-- solution 02.1 -->`, then a ```python block that defines `name` and needs only the notebook's imports.
+a stub cell (a function that ends in `return ...`, or `name = ...`), a cell `check("02.1", name)`, and in a <details>
+the comment `<!-- solution 02.1 -->`, then a ```python block that defines `name` and needs only the notebook's imports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NotDone(NotYet):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: `difficulty` 1 to 3, `stub` the untouched answer, `wrong` pairs (wrong answer, message fragment)."""
+    """One exercise: `difficulty` 1 to 3, `stub` the untouched answer, `wrong` pairs (answer, message fragment)."""
 
     id: str
     title: str
@@ -110,7 +110,7 @@ def verdict(id: str, answer: Any) -> tuple[bool, str]:
 
 
 def check(id: str, answer: Any) -> None:
-    """Print one line about `answer`: right, not yet (what differs), or not done yet. Never raises for a wrong answer."""
+    """Print one line about `answer`: right, not yet (what differs), or not done yet. A wrong answer raises nothing."""
     print(verdict(id, answer)[1])
 
 
@@ -179,17 +179,26 @@ def _array(value: Any) -> np.ndarray:
         value = [_array(v) for v in value]
     elif not isinstance(value, (numbers.Real, np.ndarray, np.generic, list, tuple)):
         raise TypeError(f"not a number: {value!r}")
-    array = np.asarray(value, dtype=np.float64)
-    return array + 0.0  # no negative zeros in messages
+    array = np.asarray(value)
+    # numpy would read "1" as 1 and None as nan
+    if array.dtype.kind in "US" or (array.dtype.kind == "O" and None in array.flat):
+        raise TypeError(f"not numbers: {value!r}")
+    return array.astype(np.float64) + 0.0  # no negative zeros in messages
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a tensor (still part of the graph), of an array, or of a list of them."""
+    if isinstance(value, list):
+        return [_copy(entry) for entry in value]
+    return value.clone() if hasattr(value, "clone") else value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The reader's function on copies of its tensors; its own error and a stub's answer become NotYet."""
 
     def call(*args: Any, **options: Any) -> Any:
-        copies = [a.clone() if hasattr(a, "clone") else a.copy() if isinstance(a, np.ndarray) else a for a in args]
         try:
-            result = function(*copies, **options)
+            result = function(*map(_copy, args), **options)
         except Exception as error:
             given = ", ".join(text(a) for a in args)
             raise NotYet(f"your function raised {type(error).__name__}: {error} for ({given})") from error
