@@ -2,9 +2,9 @@
 
     python data/make_tiny_qwen2.py [--out DIR] [--steps N] [--seed S]
 
-It reads bytes, so a digit is a token. It is shown three-number problems, and after each either a right expression or a random one, so that it
-knows the format and is right now and then: a start that reinforcement learning can improve. The held-out test problems are
-never shown. Ten minutes on two cores.
+It reads bytes, so a digit is a token. It is shown three-number problems, and after each either a right expression or a
+random one, so that it knows the format and is right now and then: a start that reinforcement learning can improve. The
+held-out test problems are never shown. Four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-RIGHT_SHARE = 0.5
-PROMPTS, ANSWERS, LEARNING_RATE = 64, 4, 1e-3
+RIGHT_SHARE = 0.75
+PROMPTS, ANSWERS, LEARNING_RATE = 128, 2, 2e-3
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,20 +52,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=2048, rope_theta=10_000.0, tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, rope_theta=10_000.0,
+            tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         )
     )  # fmt: skip
 
 
 def warm_start_loss(rows: list[dict], rng: random.Random, task, policy: Policy) -> torch.Tensor:
-    """Mean negative log-likelihood of the tokens of right and random expressions, ANSWERS to each of PROMPTS problems."""
+    """Mean negative log-likelihood of the tokens of right and random expressions, ANSWERS to each of PROMPTS
+    problems."""
     messages, answers = [], []
     for row in rng.choices(rows, k=PROMPTS):
         nums, right = rng.sample(row["nums"], len(row["nums"])), solutions(row["nums"], row["target"])
         messages.append(task.prompt({**row, "nums": nums}, "short"))
-        answers += [rng.choice(right) if rng.random() < RIGHT_SHARE else random_expression(nums, rng) for _ in range(ANSWERS)]
+        answers += [
+            rng.choice(right) if rng.random() < RIGHT_SHARE else random_expression(nums, rng) for _ in range(ANSWERS)
+        ]
     ids = [x + policy.eos_ids[:1] for x in policy.tokenizer(answers, add_special_tokens=False)["input_ids"]]
     width = max(map(len, ids))
     tokens = torch.tensor([x + [policy.pad_id] * (width - len(x)) for x in ids])
@@ -86,7 +90,7 @@ def measure(policy: Policy, task, rollouts: int = 16, rows: int = 400) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny_qwen2")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -96,7 +100,9 @@ def main() -> None:
     model = make_model(tokenizer)
     policy = Policy(model, tokenizer, "new", eos_ids=[tokenizer.eos_token_id])
     task = load_task("countdown")
-    print(f"{sum(p.numel() for p in model.parameters()):,} weights, {len(task.train)} problems, {len(task.test)} held out")
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} weights, {len(task.train)} problems, {len(task.test)} held out"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=args.steps, pct_start=0.1)
     start = time.time()
@@ -108,14 +114,20 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         if step % 250 == 0 or step == args.steps:
-            print(f"step {step}: loss {loss.item():.3f}, {measure(policy, task)}, {time.time() - start:.0f} s", flush=True)
+            print(
+                f"step {step}: loss {loss.item():.3f}, {measure(policy, task)}, {time.time() - start:.0f} s", flush=True
+            )
     model.eval().save_pretrained(args.out, safe_serialization=True)
     tokenizer.save_pretrained(args.out)
     # Names that both transformers 4 and 5 read.
     file = args.out / "tokenizer_config.json"
     config = json.loads(file.read_text())
     config.pop("extra_special_tokens", None)
-    config |= {"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": SPECIAL[2:], "chat_template": CHAT_TEMPLATE}
+    config |= {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "additional_special_tokens": SPECIAL[2:],
+        "chat_template": CHAT_TEMPLATE,
+    }
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -64,9 +64,9 @@ def gradient_budget(
 ) -> GradientBudget:
     """Measure the budget on a frozen policy: every advantage is applied to the very same groups of rollouts.
 
-    rows: N problems. advantages: names, or a dict of callables. Each problem's p comes from `rate_samples` >= 64 samples
-    drawn independently of its groups (or is given, [N]): binning by the group's own k/M would sort the groups by the very
-    noise that makes their gradient large. A group without a usable reward counts 0.
+    rows: N problems. advantages: names, or a dict of callables. Each problem's p comes from `rate_samples` >= 64
+    samples drawn independently of its groups (or is given, [N]): binning by the group's own k/M would sort the groups
+    by the very noise that makes their gradient large. A group without a usable reward counts 0.
     """
     if rate_samples < 64 and pass_rate is None:
         raise UserError(f"rate_samples must be >= 64 for a usable pass rate, got {rate_samples}")
@@ -103,18 +103,26 @@ def gradient_budget(
 def _level_gradients(policy, out, rewards, parameters, temperature) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct reward levels of a group, and the Gram matrix of their summed gradients `sum_{i at level} grad log pi`.
 
-    Rollouts with equal rewards have equal advantages, so any advantage's gradient is a combination of these few vectors:
-    one backward pass a level serves every advantage.
+    Rollouts with equal rewards have equal advantages, so any advantage's gradient is a combination of these few
+    vectors: one backward pass a level serves every advantage.
     """
     levels = torch.unique(rewards[~rewards.isnan()])
     logp = completion_logprobs(
-        policy.causal_lm, out.prompts, out.completions, out.mask, out.group, pad_id=policy.pad_id, temperature=temperature
+        policy.causal_lm,
+        out.prompts,
+        out.completions,
+        out.mask,
+        out.group,
+        pad_id=policy.pad_id,
+        temperature=temperature,
     ).sum(-1)
     vectors = []
     for j, level in enumerate(levels):
         total = logp[(rewards == level).to(logp.device)].sum()
         grads = torch.autograd.grad(total, parameters, retain_graph=j + 1 < len(levels), allow_unused=True)
-        vectors.append(torch.cat([torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in zip(grads, parameters)]))
+        vectors.append(
+            torch.cat([torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in zip(grads, parameters)])
+        )
     if not vectors:
         return levels, torch.zeros(0, 0, dtype=torch.float64)
     matrix = torch.stack(vectors).float()

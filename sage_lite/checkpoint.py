@@ -24,8 +24,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-NNNNNN` with weights or adapter, optimizer, RNG states and `state`; keep the newest `keep`.
 
-    All is written into a hidden folder first and renamed last, so a crash at any moment leaves either the whole checkpoint
-    or none. Raises UserError when the disk is full; the partial files are removed and older checkpoints stay.
+    All is written into a hidden folder first and renamed last, so a crash at any moment leaves either the whole
+    checkpoint or none. Raises UserError when the disk is full; the partial files are removed and older checkpoints
+    stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, partial = folder / f"step-{step:06d}", folder / f".partial-{step:06d}"
@@ -57,7 +58,8 @@ def save_checkpoint(
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files are all there at full size, or None; says so when it passes one over."""
+    """The newest checkpoint in `folder` whose files are all there at full size, or None; says so when it passes one
+    over."""
     for path in reversed(_sorted(folder)):
         if _is_whole(path):
             return path
@@ -107,7 +109,8 @@ def check_space(folder: Path, policy: Policy, keep: int) -> None:
     need, free = (keep + 1) * required_bytes(policy), shutil.disk_usage(folder).free
     if free < need:
         raise UserError(
-            f"{keep} checkpoints and one in the making need {need / 1e6:.0f} MB in {folder}, where {free / 1e6:.0f} MB are free: "
+            f"{keep} checkpoints and one in the making need {need / 1e6:.0f} MB in {folder}, "
+            f"where {free / 1e6:.0f} MB are free: "
             "free some space, choose another out folder or lower keep_checkpoints"
         )
 

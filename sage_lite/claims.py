@@ -77,9 +77,10 @@ def load(path: Path | None = None) -> list[Claim]:
 
 
 def check_cells(claims: list[Claim], notebooks: Path | None = None) -> None:
-    """UserError, naming the row, unless each row's cell exists, was run without an error and shows something.
+    """UserError, naming the row, unless each row's cell exists, was run without an error and shows what is seen.
 
-    `notebooks`: their folder. A cell shows something if it has an output or an `assert`. Several cells may share a tag.
+    `notebooks`: their folder. A cell shows something if it has an output or an `assert`; each decimal number of `seen`
+    must begin one in the cell's code or output. Several cells may share a tag.
     """
     folder = notebooks or notebook_path()
     for claim in (claim for claim in claims if claim.notebook):
@@ -89,14 +90,18 @@ def check_cells(claims: list[Claim], notebooks: Path | None = None) -> None:
         cells = [c for c in _code_cells(file) if claim.tag in c.get("metadata", {}).get("tags", [])]
         if not cells:
             raise UserError(f"claim {claim.id!r}: no code cell of {claim.notebook} has the tag {claim.tag!r}")
+        where = f"the cell {claim.tag!r} of {claim.notebook}"
         for cell in cells:
-            where = f"claim {claim.id!r}: the cell {claim.tag!r} of {claim.notebook}"
             if not isinstance(cell.get("execution_count"), int):
-                raise UserError(f"{where} was not run")
+                raise UserError(f"claim {claim.id!r}: {where} was not run")
             if any(output["output_type"] == "error" for output in cell["outputs"]):
-                raise UserError(f"{where} failed")
+                raise UserError(f"claim {claim.id!r}: {where} failed")
             if not cell["outputs"] and not re.search(r"^\s*assert\b", "".join(cell["source"]), re.M):
-                raise UserError(f"{where} has neither an output nor an assert, so it shows nothing")
+                raise UserError(f"claim {claim.id!r}: {where} shows nothing: no output, no assert")
+        text = "\n".join(map(_text, cells))
+        for number in re.findall(r"\d+\.\d+", claim.seen):
+            if not re.search(rf"(?<![\d.]){re.escape(number)}", text):
+                raise UserError(f"claim {claim.id!r}: {number} is said to be seen, but {where} does not show it")
 
 
 def table(claims: list[Claim]) -> str:
@@ -147,6 +152,12 @@ def _claim(row: dict[str, Any], number: int) -> Claim:
 
 def _code_cells(file: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(file.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def _text(cell: dict[str, Any]) -> str:
+    """A cell's code and everything it printed or shows as text."""
+    shown = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell["outputs"]]
+    return "\n".join("".join(part) for part in (cell["source"], *shown))
 
 
 def _row(claim: Claim) -> str:

@@ -28,18 +28,26 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="train GRPO and SAGE on the embedded model and compare them")
     demo.add_argument("--out", default="runs/demo", help="folder of the results (default: %(default)s)")
-    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each method (default: %(default)s)")
-    demo.add_argument("--seeds", type=_positive, default=1, help="seeds to train and average over (default: %(default)s)")
+    demo.add_argument(
+        "--steps", type=_positive, default=300, help="training steps of each method (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--seeds", type=_positive, default=1, help="seeds to train and average over (default: %(default)s)"
+    )
     demo.add_argument("--short", action="store_true", help="a few steps on a few problems, to see that all works")
     demo.set_defaults(run=_demo)
 
-    train = commands.add_parser("train", help="train a model on a task", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    train = commands.add_parser(
+        "train", help="train a model on a task", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     _add_config_options(train)
     train.add_argument("--tau", type=float, help="temperature of SAGE, in units of reward (the method's own otherwise)")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser(
-        "evaluate", help="pass@k of a model or a run's checkpoint", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        "evaluate",
+        help="pass@k of a model or a run's checkpoint",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     evaluate.add_argument("--model", help="folder or hub id; nothing for the embedded model")
     evaluate.add_argument("--task", default="countdown")
@@ -100,9 +108,15 @@ def _train(args: argparse.Namespace) -> int:
     result = train(TrainConfig(**values))
     if result.metrics:
         last = result.metrics[-1]
-        print(f"step {last['step']}: reward {last['reward']:.3f}, pass rate {last['pass_rate']:.3f}, dead groups {last['dead_groups']:.3f}")
+        print(
+            f"step {last['step']}: reward {last['reward']:.3f}, pass rate {last['pass_rate']:.3f}, "
+            f"dead groups {last['dead_groups']:.3f}"
+        )
         if last["pass_rate"] == 0.0:
-            print("No rollout of the last step was right: groups without a success teach nothing. Try an easier task or a better start.")
+            print(
+                "No rollout of the last step was right, and groups without a success teach nothing: "
+                "try an easier task or a better start."
+            )
     print(f"metrics: {result.out}/metrics.jsonl   checkpoints: {result.out}/checkpoints")
     if result.stopped_early:
         print("stopped early; the same command with --resume goes on")
@@ -128,7 +142,10 @@ def _evaluate(args: argparse.Namespace) -> None:
         numbers = {name: {"value": i.value, "interval": [i.low, i.high]} for name, i in scores.items()}
         print(json.dumps({"problems": len(rows), "greedy": float(found.greedy.mean()), **numbers}))
         return
-    print(f"{policy.source} on {len(rows)} problems of {task.name}, {args.samples} samples each, temperature {args.temperature:g}")
+    print(
+        f"{policy.source} on {len(rows)} problems of {task.name}, {args.samples} samples each, "
+        f"temperature {args.temperature:g}"
+    )
     for name, interval in scores.items():
         print(f"  {name:<8} {interval}   (95 % bootstrap over problems)")
     print(f"  greedy   {found.greedy.mean():.3f}")

@@ -13,11 +13,10 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Union
 
 from sage_lite.errors import UserError
 
-Tree = Union[int, tuple]
+Tree = int | tuple
 
 MAX_CHARS = 512  # an expression of four three-digit numbers needs about 20
 MAX_DEPTH = 32  # nested parentheses

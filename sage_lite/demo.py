@@ -25,7 +25,8 @@ SAMPLES = 16
 
 @dataclass
 class Measured:
-    """What is known of one model: held-out problems, training pool, gradient budget, and the seconds its training took."""
+    """What is known of one model: held-out problems, training pool, gradient budget, and the seconds its training
+    took."""
 
     test: Evaluation
     pool: Evaluation
@@ -44,7 +45,8 @@ def run_demo(
     budget_rows: int = 200,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Train GRPO and SAGE (tau 0.1) with the same seed, prompts, rollouts a step and steps; write and print the comparison.
+    """Train GRPO and SAGE (tau 0.1) with the same seed, prompts, rollouts a step and steps; write and print the
+    comparison.
 
     Leaves in `out`: summary.json, demo.png and a folder a run with metrics.jsonl, completions.jsonl and its checkpoint.
     Returns what summary.json holds. Raises UserError where `out` already holds a run.
@@ -62,24 +64,30 @@ def run_demo(
     for seed in range(seeds):
         for method in METHODS:
             config = TrainConfig(
-                method=method, steps=steps, seed=seed, out=str(out / f"{method}-seed{seed}"), lr=2e-4, progress=progress,
+                method=method, steps=steps, seed=seed, out=str(out / f"{method}-seed{seed}"), lr=2e-4,
+                progress=progress,
                 checkpoint_every=max(steps, 1), keep_checkpoints=1, task_options={"pool_size": pool_size},
             )  # fmt: skip
             result = train(config, task=task)
             if result.stopped_early:
-                raise UserError(f"stopped after {len(result.metrics)} steps of {method}; the partial run is in {result.out}")
+                raise UserError(
+                    f"stopped after {len(result.metrics)} steps of {method}; the partial run is in {result.out}"
+                )
             runs[method].append(_measure(result.policy, task, functions, result.seconds, result.metrics, **size))
     summary = _summary(start, runs, steps, seeds)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     figure(start, runs).savefig(out / "demo.png", dpi=110)
     print("\n" + table(summary), "\n" + in_words(start, runs, summary), sep="\n")
-    print(f"\nFiles: {out}/summary.json, {out}/demo.png, and metrics.jsonl, completions.jsonl in " + ", ".join(
-        f"{out}/{m}-seed{s}" for m in METHODS for s in range(seeds)
-    ))
+    print(
+        f"\nFiles: {out}/summary.json, {out}/demo.png, and metrics.jsonl, completions.jsonl in "
+        + ", ".join(f"{out}/{m}-seed{s}" for m in METHODS for s in range(seeds))
+    )
     return summary
 
 
-def _measure(policy: Policy, task: Task, functions, seconds: float, metrics, *, test_rows: int, budget_rows: int) -> Measured:
+def _measure(
+    policy: Policy, task: Task, functions, seconds: float, metrics, *, test_rows: int, budget_rows: int
+) -> Measured:
     began = time.perf_counter()
     test = evaluate(policy, task, task.test[:test_rows], samples=SAMPLES, seed=1)
     pool = evaluate(policy, task, task.train, samples=SAMPLES, seed=2)
@@ -116,22 +124,33 @@ def over_seeds(values: list[float]) -> Interval:
     """Mean over seeds with its 95 % Student t interval; needs two or more seeds."""
     from scipy.stats import t
 
-    mean, half = float(np.mean(values)), float(t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
+    mean, half = (
+        float(np.mean(values)),
+        float(t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5),
+    )
     return Interval(mean, mean - half, mean + half)
 
 
 def table(summary: dict[str, Any]) -> str:
     """The comparison as plain text, one line a model."""
-    lines = [f"{'':<6} {'pass@1':>22} {f'pass@{SAMPLES}':>22} {'budget on p >= .9':>22} {'pool pass@1':>22} {'seconds':>8}"]
+    lines = [
+        f"{'':<6} {'pass@1':>22} {f'pass@{SAMPLES}':>22} {'budget on p >= .9':>22} {'pool pass@1':>22} {'seconds':>8}"
+    ]
     for name in ("start", *METHODS):
         row = summary[name]
         cells = [
             f"{row[k]:.3f} [{row[f'{k}_interval'][0]:.3f}, {row[f'{k}_interval'][1]:.3f}]"
             for k in ("pass@1", f"pass@{SAMPLES}", "budget_hi", "pool_pass@1")
         ]
-        lines.append(f"{name.upper() if name != 'start' else name:<6} " + " ".join(f"{c:>22}" for c in cells) + f" {row['seconds']:>8.0f}")
+        lines.append(
+            f"{name.upper() if name != 'start' else name:<6} "
+            + " ".join(f"{c:>22}" for c in cells)
+            + f" {row['seconds']:>8.0f}"
+        )
     over = "seeds (Student t)" if summary["seeds"] > 1 else "problems (bootstrap), not over seeds"
-    lines.append(f"95 % intervals over {over}. Budget: each model's share of its own method's gradient (start: GRPO's).")
+    lines.append(
+        f"95 % intervals over {over}. Budget: each model's share of its own method's gradient (start: GRPO's)."
+    )
     return "\n".join(lines)
 
 
@@ -154,15 +173,26 @@ def in_words(start: Measured, runs: dict[str, list[Measured]], summary: dict[str
         place = "held-out problems" if where == "test" else "training pool"
         for k in (1, SAMPLES):
             d = paired(grpo, sage, k)
-            verdict = "SAGE is ahead" if d.low > 0 else "GRPO is ahead" if d.high < 0 else "no difference that this run can show"
-            lines.append(f"- {place}, pass@{k}: SAGE minus GRPO {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]: {verdict}.")
+            verdict = (
+                "SAGE is ahead"
+                if d.low > 0
+                else "GRPO is ahead"
+                if d.high < 0
+                else "no difference that this run can show"
+            )
+            lines.append(
+                f"- {place}, pass@{k}: SAGE minus GRPO {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]: {verdict}."
+            )
     for name in METHODS:
         row = summary[name]
         lines.append(
-            f"- On the {name.upper()} model, problems with p >= .9 are {row['share_p_hi']:.0%} of the pool; GRPO would spend "
-            f"{row['budget_hi_grpo']:.0%} of its gradient on them, SAGE {row['budget_hi_sage']:.0%}."
+            f"- On the {name.upper()} model, problems with p >= .9 are {row['share_p_hi']:.0%} of the pool; "
+            f"GRPO would spend {row['budget_hi_grpo']:.0%} of its gradient on them, SAGE {row['budget_hi_sage']:.0%}."
         )
-    lines.append("- GRPO's weight w(p) rises again towards p = 1, SAGE's stays near 1 there: that is the whole difference in the code.")
+    lines.append(
+        "- GRPO's weight w(p) rises again towards p = 1, SAGE's stays near 1 there: "
+        "that is the whole difference in the code."
+    )
     if summary["seeds"] == 1:
         lines.append(
             "- One seed cannot show which method is better: the intervals cover other problems, not other runs. "
@@ -187,7 +217,11 @@ def figure(start: Measured, runs: dict[str, list[Measured]]):
     for name, found in [("start", [start]), *runs.items()]:
         rates = np.concatenate([m.pool.pass_rate for m in found])
         histogram.stairs(
-            np.histogram(rates, edges)[0] / len(rates), edges, color=plots.COLORS[name], label=plots.LABELS[name], linewidth=2
+            np.histogram(rates, edges)[0] / len(rates),
+            edges,
+            color=plots.COLORS[name],
+            label=plots.LABELS[name],
+            linewidth=2,
         )
     histogram.set(title="Problems by pass rate", xlabel="pass rate p on the training pool", ylabel="share of problems")
     histogram.legend()

@@ -6,9 +6,10 @@ No user, host or folder name is printed, so that a report can be pasted into an 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
+import io
 import os
 import platform
 import re
@@ -154,7 +155,8 @@ def _four_bit() -> str:
     if _version("bitsandbytes") is None:
         return "bitsandbytes is not installed; everything else works without it"
     try:
-        importlib.import_module("bitsandbytes")
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            importlib.import_module("bitsandbytes")  # it reports on optional parts of its own
     except Exception as error:  # any kind: a missing library, a CUDA mismatch, a failing check of its own
         return f"importing bitsandbytes fails ({_short(error)}); everything else works without it"
     return "available (bitsandbytes)"

@@ -105,7 +105,9 @@ def evaluate(
         texts += [drawn[i : i + samples] for i in range(0, len(drawn), samples)]
         if greedy:
             greedy_texts += sample(policy, batch, 1, temperature=0.0, **settings).texts
-    flat, _, _ = score_all(task.score, [t for group in texts for t in group], [row for row in rows for _ in range(samples)])
+    flat, _, _ = score_all(
+        task.score, [t for group in texts for t in group], [row for row in rows for _ in range(samples)]
+    )
     scores = np.array([np.nan if r is None else r for r in flat], dtype=np.float64).reshape(len(rows), samples)
     best = None
     if greedy:

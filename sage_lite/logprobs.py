@@ -1,4 +1,5 @@
-"""Log-probabilities of sampled completions: prompts computed once a group, identical rollouts once, logits in chunks."""
+"""Log-probabilities of sampled completions: prompts computed once a group, identical rollouts once, logits in
+chunks."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ def completion_logprobs(
     Shapes: prompts G lists of ids; completions, mask [N, T] (right-padded, EOS live); group [N] the prompt of each row;
     returns [N, T] float32. With gradient when gradients are on.
 
-    share_prompts: compute each prompt's keys and values once, with gradient, and let its completions attend to them; equal
-    rollouts of a group are computed once and read many times. Both are exact. False is the plain way, a whole row per
-    rollout: gradient checkpointing needs it, since it drops the key-value cache.
+    share_prompts: compute each prompt's keys and values once, with gradient, and let its completions attend to them;
+    equal rollouts of a group are computed once and read many times. Both are exact. False is the plain way, a whole row
+    per rollout: gradient checkpointing needs it, since it drops the key-value cache.
     """
     mask = mask.bool()
     width = max(int(mask.sum(-1).max()) if mask.numel() else 0, 1)
@@ -47,7 +48,9 @@ def completion_logprobs(
     tokens = torch.where(live, tokens, torch.full_like(tokens, pad_id))
     back = None
     if share_prompts:
-        rows, back = torch.unique(torch.cat([group[:, None], live.sum(-1, keepdim=True), tokens], 1), dim=0, return_inverse=True)
+        rows, back = torch.unique(
+            torch.cat([group[:, None], live.sum(-1, keepdim=True), tokens], 1), dim=0, return_inverse=True
+        )
         group, tokens = rows[:, 0], rows[:, 2:]
         live = torch.arange(width, device=tokens.device) < rows[:, 1:2]
     hidden = (_hidden_shared if share_prompts else _hidden_plain)(causal_lm, prompts, tokens, live, group, pad_id)
@@ -72,7 +75,10 @@ def _hidden_shared(causal_lm, prompts, tokens, live, group, pad_id) -> torch.Ten
     cache.batch_select_indices(group)
     full = torch.cat([prompt_mask[group], live[:, :-1].to(prompt_mask.dtype)], 1)
     rest = decoder(
-        input_ids=tokens[:, :-1], attention_mask=full, past_key_values=cache, use_cache=True,
+        input_ids=tokens[:, :-1],
+        attention_mask=full,
+        past_key_values=cache,
+        use_cache=True,
         position_ids=positions(full)[:, ids.shape[1] :],
     )
     return torch.cat([first, rest.last_hidden_state], 1)

@@ -1,4 +1,5 @@
-"""A language model as a policy: loading (tiny embedded, local folder or hub id; LoRA, 4-bit), its chat template, its reference."""
+"""A language model as a policy: loading (tiny embedded, local folder or hub id; LoRA, 4-bit), its chat template, its
+reference."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Policy:
     """A causal language model, its tokenizer and what the rest of the library asks of them.
 
-    model: a transformers model, or a PEFT model around one. source: where it came from. reference_model: a frozen copy, only
-    where all weights are trained and a reference was asked for (with LoRA the reference is the model with its adapter off).
+    model: a transformers model, or a PEFT model around one. source: where it came from. reference_model: a frozen copy,
+    only where all weights are trained and a reference was asked for (with LoRA the reference is the model with its
+    adapter off).
     """
 
     model: torch.nn.Module
@@ -70,7 +72,8 @@ class Policy:
         if self.tokenizer.chat_template is None:
             return [self.tokenizer(p)["input_ids"] for p in prompts]
         chats = ([{"role": "user", "content": p}] for p in prompts)
-        # Template first, ids second: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
+        # Template first, ids second: what apply_chat_template(tokenize=True) returns differs between transformers 4 and
+        # 5.
         texts = [self.tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
         return [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
 
@@ -97,10 +100,13 @@ class Policy:
                 with self.model.disable_adapter():
                     yield self.causal_lm
             else:
-                raise UserError("all weights are trained and no reference was kept: load_policy(..., keep_reference=True)")
+                raise UserError(
+                    "all weights are trained and no reference was kept: load_policy(..., keep_reference=True)"
+                )
 
     def save(self, folder: str | Path) -> None:
-        """Write adapter (with LoRA) or weights as safetensors, and the tokenizer, so that load_policy(folder) gives it back."""
+        """Write adapter (with LoRA) or weights as safetensors, and the tokenizer, so that load_policy(folder) gives it
+        back."""
         kwargs = {"selected_adapters": ["default"]} if self.is_adapter else {}
         with _no_progress_bar():
             self.model.save_pretrained(folder, safe_serialization=True, **kwargs)
@@ -118,14 +124,15 @@ def load_policy(
     keep_reference: bool = False,
     seed: int = 0,
 ) -> Policy:
-    """Load a causal language model to sample from and to train; None gives the tiny Qwen2.5 that comes with the library.
+    """Load a causal language model to sample from and to train; None gives the tiny Qwen2.5 that comes with the
+    library.
 
-    name_or_path: a local folder, or a hub id. A folder that holds a PEFT adapter is loaded on the base model it names, and
-    training continues with that adapter. lora: rank of a new adapter on all linear layers, 0 trains every weight. four_bit:
-    nf4 with double quantisation (bitsandbytes), needs lora. dtype: "auto" (float32 where all weights are trained, else what the
-    device does well), "float32", "bfloat16", "float16". keep_reference: keep a frozen copy of the start, needed for a KL term when the start itself is trained.
-    seed: of the adapter's random start.
-    Raises UserError: no such folder, four_bit without lora, a tokenizer without EOS.
+    name_or_path: a local folder, or a hub id. A folder that holds a PEFT adapter is loaded on the base model it names,
+    and training continues with that adapter. lora: rank of a new adapter on all linear layers, 0 trains every weight.
+    four_bit: nf4 with double quantisation (bitsandbytes), needs lora. dtype: "auto" (float32 where all weights are
+    trained, else what the device does well), "float32", "bfloat16", "float16". keep_reference: keep a frozen copy of
+    the start, needed for a KL term when the start itself is trained. seed: of the adapter's random start. Raises
+    UserError: no such folder, four_bit without lora, a tokenizer without EOS.
     """
     path = data_path("tiny_qwen2") if name_or_path is None else name_or_path
     source = "embedded tiny Qwen2.5" if name_or_path is None else str(name_or_path)
@@ -219,7 +226,9 @@ def _tokenizer_class():
 def _load(cls, source: Any, **kwargs):
     looks_local = Path(source).is_absolute() or str(source).startswith((".", "~"))
     if looks_local and not Path(source).expanduser().is_dir():
-        raise UserError(f"no model folder at {source}: give a folder that holds config.json, or a hub id such as Qwen/Qwen2.5-1.5B")
+        raise UserError(
+            f"no model folder at {source}: give a folder that holds config.json, or a hub id such as Qwen/Qwen2.5-1.5B"
+        )
     try:
         with _no_progress_bar():
             return cls.from_pretrained(str(Path(source).expanduser()) if looks_local else str(source), **kwargs)

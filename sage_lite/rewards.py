@@ -13,10 +13,11 @@ import string
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from sage_lite import countdown as arithmetic
-from sage_lite import math_verifier
 from sage_lite.answers import MAX_ANSWER, MAX_COMPLETION, bare, maths_answer, plain_number, plain_text, short_answer, without_thinking
+from sage_lite.bounded import GraderError, GraderTimeout, ask
 from sage_lite.errors import UserError
 
 
@@ -57,7 +58,7 @@ def math_exact(completion: str, answer: str) -> float:
     """1.0 if the mathematical answer in a completion equals ``answer``, else 0.0.
 
     What counts as the answer: ``answers.maths_answer``. Plain numbers, units and thousands commas aside, are compared as exact
-    fractions and words as text; everything else by math-verify (``math_verifier.equal``, bounded in time). ``answer`` is the gold answer alone:
+    fractions and words as text; everything else by math-verify, for at most 2 seconds of computing (``bounded``): what takes longer is not equal. ``answer`` is the gold answer alone:
     a number, or LaTeX with or without dollars or a box.
 
     Raises ``UserError`` if the completion is not a string or ``answer`` is empty.
@@ -76,7 +77,15 @@ def math_exact(completion: str, answer: str) -> float:
     # math-verify would read "east" as a product of four letters, and accept "seat".
     if re.fullmatch(r"[a-z]{2,}", plain_text(gold)):
         return 0.0
-    return float(math_verifier.equal(gold, found))
+    return float(_same_mathematics(gold, found))
+
+
+@lru_cache(maxsize=4096)  # the rollouts of a group often end in the same answer
+def _same_mathematics(gold: str, answer: str) -> bool:
+    try:
+        return ask("math_equal", gold, answer)
+    except GraderTimeout:
+        return False
 
 
 def gsm8k_gold(answer: str) -> str:

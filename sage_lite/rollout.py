@@ -1,4 +1,5 @@
-"""Sample M completions a prompt. A group is a tree: rollouts that share a prefix share its computation until they part."""
+"""Sample M completions a prompt. A group is a tree: rollouts that share a prefix share its computation until they
+part."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def sample(
 ) -> Rollouts:
     """Draw `group_size` independent completions of every prompt; temperature 0 takes the likeliest token (greedy).
 
-    Each prompt is computed once. Then every step computes one row per *distinct* prefix, not per rollout: rollouts that have
-    drawn the same tokens so far share a row, and finished ones leave. The samples are the same as with a row each.
+    Each prompt is computed once. Then every step computes one row per *distinct* prefix, not per rollout: rollouts that
+    have drawn the same tokens so far share a row, and finished ones leave. The samples are the same as with a row each.
     generator: the source of randomness, on the policy's device. Raises UserError for empty prompts or bad settings.
     """
     _check(policy, prompts, group_size, max_new_tokens, temperature, top_p)
@@ -120,6 +121,6 @@ def _check(policy, prompts, group_size, max_new_tokens, temperature, top_p) -> N
     longest = max(len(p) for p in prompts)
     if longest + max_new_tokens > policy.context_length:
         raise UserError(
-            f"the longest prompt has {longest} tokens; with max_new_tokens={max_new_tokens} that passes the model's context "
-            f"of {policy.context_length}: shorten the prompts or lower max_new_tokens"
+            f"the longest prompt has {longest} tokens; with max_new_tokens={max_new_tokens} that passes "
+            f"the model's context of {policy.context_length}: shorten the prompts or lower max_new_tokens"
         )

@@ -13,7 +13,8 @@ from sage_lite.errors import UserError
 
 
 class _Lines:
-    """An append-only JSONL file, flushed after every line; reopened, it drops lines after `last_step` and half lines."""
+    """An append-only JSONL file, flushed after every line; reopened, it drops lines after `last_step` and half
+    lines."""
 
     name = ""
 
@@ -39,7 +40,9 @@ class _Lines:
                 self.file.write(json.dumps(line) + "\n")
                 self.file.flush()
             except OSError as error:
-                raise UserError(f"could not write {self.path} ({error.strerror}): free some space and go on with resume") from error
+                raise UserError(
+                    f"could not write {self.path} ({error.strerror}): free some space and go on with resume"
+                ) from error
         return line
 
 
@@ -60,7 +63,9 @@ class CompletionsFile(_Lines):
     def write(self, step: int, prompt: str, texts: list[str], rewards: torch.Tensor, advantages: torch.Tensor) -> None:
         for text, reward, advantage in zip(texts, rewards[0].tolist(), advantages[0].tolist()):
             reward = None if reward != reward else reward
-            self.append({"step": step, "prompt": prompt, "completion": text, "reward": reward, "advantage": round(advantage, 6)})
+            self.append(
+                {"step": step, "prompt": prompt, "completion": text, "reward": reward, "advantage": round(advantage, 6)}
+            )
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
@@ -93,5 +98,7 @@ class progress_bar:
 
     def show(self, line: dict[str, Any]) -> None:
         shown = {"reward": "reward", "pass_rate": "pass", "dead_groups": "dead", "kl": "KL", "clip_share": "clip"}
-        self.bar.set_postfix({s: f"{line[k]:.3f}" for k, s in shown.items()} | {"tok/s": f"{line['tokens_per_s']:.0f}"}, refresh=False)
+        self.bar.set_postfix(
+            {s: f"{line[k]:.3f}" for k, s in shown.items()} | {"tok/s": f"{line['tokens_per_s']:.0f}"}, refresh=False
+        )
         self.bar.update(1)

@@ -1,43 +1,50 @@
-"""Tasks: prompts, a reward and a train/test split behind one name."""
+"""Tasks: prompts, a reward and a train/test split behind one name (``load_task``)."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from sage_lite import countdown as arithmetic
-from sage_lite import rewards
+from sage_lite import reasoning, rewards
+from sage_lite.answers import without_thinking
 from sage_lite.errors import UserError
+from sage_lite.sources import digest, hold_out, read
 
-STYLES = ("instruct", "short")
+Data = str | Path | Sequence[dict]
 
 
 @dataclass
 class Task:
-    """Prompts with their reward. Rows are plain dicts with the columns of the data set they came from.
+    """Problems with their reward.
 
-    ``prompt(row, style)`` is the user message: ``"instruct"`` for chat models, ``"short"`` the bare problem.
-    ``score(completion, row)`` is the reward, ``None`` if there is none. ``reference(row)`` is a worked solution, or ``None``.
-    ``max_new_tokens[style]`` is how long a completion may sensibly get.
+    ``train``, ``test``: rows, plain dicts. ``source``: where they came from, in words. ``score(completion, row)``: the reward,
+    ``None`` if there is none. ``reference(row)``: a worked solution, ``None`` where there is none. ``prompts``, ``max_new_tokens``: by style,
+    "instruct" (a request in English, for chat models) or "short" (the bare problem).
     """
 
     name: str
+    source: str
     train: list[dict]
     test: list[dict]
     prompts: dict[str, Callable[[dict], str]]
     score: Callable[[str, dict], float | None]
     reference: Callable[[dict], str | None]
-    max_new_tokens: dict[str, int] = field(default_factory=lambda: {"instruct": 256, "short": 256})
+    max_new_tokens: dict[str, int]
 
     @property
     def styles(self) -> tuple[str, ...]:
         return tuple(self.prompts)
 
     def prompt(self, row: dict, style: str = "instruct") -> str:
+        """The user message for a row. Raises ``UserError`` for a style the task does not have."""
         return self.prompts[self._known(style)](row)
 
     def default_max_new_tokens(self, style: str = "instruct") -> int:
+        """How many tokens a completion may have, if nobody says otherwise."""
         return self.max_new_tokens[self._known(style)]
 
     def _known(self, style: str) -> str:
@@ -46,29 +53,130 @@ class Task:
         return style
 
 
-def digest(*parts: object) -> str:
-    """A fixed pseudo-random key of some values, the same in every process and Python version (unlike ``hash``)."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+@dataclass(frozen=True)
+class MathsSource:
+    """A data set of mathematics questions: its hub id and the columns of its known versions."""
+
+    hub: str
+    config: str | None
+    columns: tuple[dict[str, str], ...]
+    max_new_tokens: int
+    split: str | None = None  # what a file without an official split is
 
 
-def hold_out(rows: list[dict], key: Callable[[dict], Hashable], test_size: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """Shuffles rows by a digest of ``key(row)`` and holds out ``test_size`` distinct keys: (train, test).
+MATHS = {
+    "gsm8k": MathsSource("openai/gsm8k", "main", ({"question": "question", "solution": "answer"},), 256),
+    "deepmath": MathsSource(
+        "zwhe99/DeepMath-103K",
+        None,
+        (
+            {"question": "question", "answer": "final_answer", "solution": "r1_solution_1"},
+            {"question": "prompt", "answer": "solution"},  # trl-lib/DeepMath-103K: no worked solutions
+        ),
+        1024,
+    ),
+    "math500": MathsSource(
+        "HuggingFaceH4/MATH-500", None, ({"question": "problem", "answer": "answer", "solution": "solution"},), 1024, "test"
+    ),
+}
+COUNTDOWN_HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
+REWARDS = ("exact", "similarity", "format_similarity")
 
-    Rows with an equal key (the same problem twice) never stand on both sides; ``test`` holds one row a key.
+
+def task_names() -> list[str]:
+    """The names ``load_task`` knows; besides them, ``reasoning_gym:NAME``."""
+    return ["countdown", *MATHS]
+
+
+def load_task(
+    name: str,
+    data: Data | None = None,
+    *,
+    split: str | None = None,
+    test_size: int | None = None,
+    pool_size: int | None = None,
+    seed: int = 0,
+    reward: str = "exact",
+    template_opened_think: bool = False,
+    size: int = 2_000,
+    **options: object,
+) -> Task:
+    """The task ``name``: "countdown", "gsm8k", "deepmath", "math500", or "reasoning_gym:NAME".
+
+    ``data``: a file (JSONL, JSON, Parquet) or a folder with ``train*`` and ``test*`` files, a hub id, "hub" for the task's own
+    one, a list of dicts, or ``None``: generated here without a network. For the maths tasks that is a stand-in, reasoning-gym's
+    gsm_symbolic. ``split``: "train" or "test" makes all rows of a source without official split that part; ``None`` holds out ``test_size`` distinct
+    problems (default: a fifth, at most 400). ``pool_size`` keeps only so many training rows. ``seed`` is that of the split and of generated data, not of training.
+    ``reward``: "exact"; for maths also "similarity" (to the worked solution) and "format_similarity", with
+    ``template_opened_think`` as in ``rewards.format_reward``. ``size``: training rows generated by reasoning-gym, to
+    whose data set ``options`` go.
+
+    Raises ``UserError`` for anything unknown, missing or malformed.
     """
-    groups: dict[Hashable, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    order = sorted(groups, key=lambda problem: digest(seed, problem))
-    train = [row for problem in order[test_size:] for row in groups[problem]]
-    return train, [groups[problem][0] for problem in order[:test_size]]
+    if split not in (None, "train", "test"):
+        raise UserError(f"split must be 'train', 'test' or None, not {split!r}")
+    if pool_size is not None and pool_size < 1:
+        raise UserError(f"pool_size must be at least 1, not {pool_size}")
+    if reward not in REWARDS:
+        raise UserError(f"unknown reward {reward!r}; there are {', '.join(REWARDS)}")
+    family, colon, gym_name = name.partition(":")
+    if name not in task_names() and not (family == "reasoning_gym" and colon):
+        raise UserError(f"unknown task {name!r}; there are {', '.join(task_names())} and reasoning_gym:NAME")
+    if options and not colon:
+        raise UserError(f"task {name!r} has no option {', '.join(options)}")
+    if reward != "exact" and name not in MATHS:
+        raise UserError(f"task {name!r} has no worked solutions to compare with; its only reward is 'exact', not {reward!r}")
+    division = {"split": split, "test_size": test_size, "seed": seed}
+    if colon:
+        if data is not None or split is not None:
+            raise UserError(f"{name} is generated: it takes neither data nor split; set size and test_size")
+        task = _gym(name, gym_name, size, test_size, seed, options)
+    elif name == "countdown":
+        task = _countdown(data, division)
+    else:
+        task = _maths(name, data, division, size, reward, template_opened_think)
+    task.train = task.train[:pool_size]
+    return task
 
 
-def _problem(row: dict) -> tuple:
-    return tuple(sorted(row["nums"])), row["target"]
+def _divide(parts: dict[str, list[dict]], key: Callable[[dict], object], split: str | None, test_size: int | None, seed: int):
+    """Rows as ``sources.read`` gives them, as (train, test)."""
+    if "all" in parts and split is None:
+        return hold_out(parts["all"], key, test_size, seed)
+    if "all" in parts:
+        parts = {split: parts["all"]}
+    elif split is not None:
+        parts = {part: rows for part, rows in parts.items() if part == split}
+    test = parts.get("test", [])
+    if test_size is not None and test_size < len(test):
+        test = sorted(test, key=lambda row: digest(seed, key(row)))[:test_size]
+    return parts.get("train", []), test
 
 
-def _generated(seed: int) -> list[dict]:
+def _countdown(data: Data | None, division: dict) -> Task:
+    if data is None:
+        parts = {"all": _countdown_generated(division["seed"])}
+        source = "generated: three numbers from 1 to 9"
+    else:
+        data = COUNTDOWN_HUB if data == "hub" else data
+        parts = read(data, None, [{"nums": "nums", "target": "target"}], _countdown_row)
+        source = _named(data)
+    train, test = _divide(parts, lambda row: (tuple(sorted(row["nums"])), row["target"]), **division)
+    # An operator and a pair of brackets for each number are more than an expression needs; four to spare.
+    longest = max(sum(len(str(n)) for n in row["nums"]) + 3 * len(row["nums"]) for row in train + test)
+    return Task(
+        "countdown",
+        source,
+        train,
+        test,
+        {"instruct": _countdown_request, "short": lambda row: f"{' '.join(map(str, row['nums']))} = {row['target']}"},
+        lambda completion, row: rewards.countdown(completion, row["nums"], row["target"]),
+        _countdown_solution,
+        {"instruct": 256, "short": longest + 4},
+    )
+
+
+def _countdown_generated(seed: int) -> list[dict]:
     rows = []
     for nums, target in arithmetic.problems():
         order = sorted(range(len(nums)), key=lambda i: digest("order", seed, nums, target, i))
@@ -76,29 +184,109 @@ def _generated(seed: int) -> list[dict]:
     return rows
 
 
-def _countdown_instruct(row: dict) -> str:
-    numbers = ", ".join(str(number) for number in row["nums"])
+def _countdown_row(row: dict) -> dict:
+    nums, target = row["nums"], row["target"]
+    if type(target) is not int:
+        raise ValueError(f"target must be a whole number, not {target!r:.80}")
+    limit = 10**arithmetic.MAX_DIGITS
+    if not isinstance(nums, list) or not nums or any(type(n) is not int or not 0 <= n < limit for n in nums):
+        raise ValueError(f"nums must be a list of whole numbers from 0 to {arithmetic.MAX_DIGITS} digits, not {nums!r:.80}")
+    return {"nums": nums, "target": target}
+
+
+def _countdown_request(row: dict) -> str:
+    numbers = ", ".join(map(str, row["nums"]))
     return (
-        f"Write an arithmetic expression that equals {row['target']}. Use each of the numbers {numbers} exactly once, "
-        "the operations + - * / and parentheses, and no other numbers. Think briefly, then put the final expression between "
-        "<answer> and </answer>, for example <answer>(1+2)*3</answer>."
+        f"Write an arithmetic expression that equals {row['target']}. Use each of the numbers {numbers} exactly once, no other "
+        "numbers, and only + - * / and parentheses. Think briefly, then put the final expression between "
+        "<answer> and </answer>, as in <answer>(1+2)*3</answer>."
     )
 
 
-def _countdown_short(row: dict) -> str:
-    return f"{' '.join(str(number) for number in row['nums'])} = {row['target']}"
+def _countdown_solution(row: dict) -> str | None:
+    if len(row["nums"]) > arithmetic.MAX_ENUMERATED:
+        return None
+    return next(iter(arithmetic.solutions(row["nums"], row["target"])), None)
 
 
-def load_task(name: str, data: str | None = None, *, test_size: int = 400, pool_size: int | None = None, seed: int = 0) -> Task:
-    if name != "countdown" or data is not None:
-        raise UserError(f"unknown task {name!r}")
-    train, test = hold_out(_generated(seed), _problem, test_size, seed)
+def _maths(name: str, data: Data | None, division: dict, size: int, reward: str, template_opened_think: bool) -> Task:
+    maths = MATHS[name]
+    if data is None:
+        source = f"offline stand-in for {name}: reasoning-gym's gsm_symbolic"
+        rows, _ = reasoning.gym_rows("gsm_symbolic", size, 0, division["seed"])
+        parts = {"all": [_standin_row(row) for row in rows]}
+    else:
+        data = maths.hub if data == "hub" else data
+        source = _named(data)
+        config = maths.config if data == maths.hub else None
+        parts = read(data, config, maths.columns, _gsm8k_row if name == "gsm8k" else _maths_row)
+        division["split"] = division["split"] or maths.split
+    train, test = _divide(parts, lambda row: row["question"], **division)
+    if reward != "exact" and not all(row["solution"] for row in train + test):
+        raise UserError(f"reward {reward!r} compares with worked solutions, but rows of {source} have none; use reward='exact'")
+
+    def score(completion: str, row: dict) -> float:
+        if reward == "exact":
+            return rewards.math_exact(completion, row["answer"])
+        if reward == "similarity":
+            return rewards.similarity(completion, row["solution"])
+        return rewards.format_and_similarity(completion, row["solution"], template_opened_think)
+
+    if reward == "format_similarity":
+        request = "Think between <think> and </think>, then write your solution between <answer> and </answer>."
+    else:
+        request = r"Think step by step, then put the final answer in \boxed{}."
     return Task(
         name,
-        train[:pool_size],
+        source,
+        train,
         test,
-        {"instruct": _countdown_instruct, "short": _countdown_short},
-        lambda completion, row: rewards.countdown(completion, row["nums"], row["target"]),
-        lambda row: (arithmetic.solutions(row["nums"], row["target"]) or [None])[0],
-        {"instruct": 256, "short": 24},
+        {"instruct": lambda row: f"{row['question']}\n\n{request}", "short": lambda row: row["question"]},
+        score,
+        lambda row: row["solution"],
+        dict.fromkeys(("instruct", "short"), maths.max_new_tokens),
     )
+
+
+def _maths_row(row: dict) -> dict:
+    """``question``, ``answer`` (the final answer alone), ``solution`` (worked, without thinking) or ``None``."""
+    question, answer, solution = row["question"], row["answer"], row.get("solution")
+    if isinstance(question, list) and question and isinstance(question[-1], dict):
+        question = question[-1].get("content")  # a conversation of one message
+    for column, value in (("question", question), ("answer", answer)):
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"the {column} must be a text that is not empty, not {value!r:.80}")
+    if solution is not None and not isinstance(solution, str):
+        raise ValueError(f"the solution must be a text, not {solution!r:.80}")
+    return {"question": question.strip(), "answer": answer.strip(), "solution": without_thinking(solution or "").strip() or None}
+
+
+def _gsm8k_row(row: dict) -> dict:
+    if not isinstance(row["solution"], str):
+        raise ValueError(f"the answer must be a text, not {row['solution']!r:.80}")
+    gold = rewards.gsm8k_gold(row["solution"])
+    return _maths_row({**row, "answer": gold, "solution": re.sub(r"<<[^<>]*>>", "", row["solution"])})
+
+
+def _standin_row(row: dict) -> dict:
+    return {"question": row["question"], "answer": row["answer"], "solution": row["metadata"]["answer_cot"]}
+
+
+def _gym(name: str, gym_name: str, size: int, test_size: int | None, seed: int, options: dict) -> Task:
+    test_size = min(400, max(1, size // 5)) if test_size is None else test_size
+    train, test = reasoning.gym_rows(gym_name, size, test_size, seed, **options)
+    request = "Think briefly, then put only the final answer between <answer> and </answer>."
+    return Task(
+        name,
+        f"generated by reasoning-gym: {gym_name}",
+        train,
+        test,
+        {"instruct": lambda row: f"{row['question']}\n\n{request}", "short": lambda row: row["question"]},
+        partial(reasoning.gym_score, gym_name),
+        lambda row: row["answer"] if gym_name != "gsm_symbolic" else row["metadata"]["answer_cot"],
+        {"instruct": 256, "short": 256},
+    )
+
+
+def _named(data: Data) -> str:
+    return str(data) if isinstance(data, (str, Path)) else "a list of rows"

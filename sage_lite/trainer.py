@@ -1,4 +1,5 @@
-"""The training loop: sample, score, compare within the group, update; with metrics, checkpoints, resume and a clean stop."""
+"""The training loop: sample, score, compare within the group, update; with metrics, checkpoints, resume and a clean
+stop."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class TrainConfig:
 
 @dataclass
 class TrainResult:
-    """What a run leaves in memory: the trained policy, its task, one dict of metrics a step, and where the files are."""
+    """What a run leaves in memory: the trained policy, its task, one dict of metrics a step, and where the files
+    are."""
 
     policy: Policy
     task: Task
@@ -85,14 +87,23 @@ class TrainResult:
 
 
 # Fields that a resumed run may change without becoming another run.
-_FREE = {"steps", "resume", "out", "progress", "checkpoint_every", "keep_checkpoints", "log_completions_every", "device"}
+_FREE = {
+    "steps",
+    "resume",
+    "out",
+    "progress",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "log_completions_every",
+    "device",
+}
 
 
 def train(config: TrainConfig, policy: Policy | None = None, task: Task | None = None) -> TrainResult:
     """Run `config` and return the trained policy; `policy` and `task`, when given, are used instead of loading.
 
-    Everything that can be wrong with settings, data, model and disk is checked before the first step and raises UserError.
-    Ctrl-C finishes the step, saves and returns with stopped_early=True; a second Ctrl-C interrupts at once.
+    Everything that can be wrong with settings, data, model and disk is checked before the first step and raises
+    UserError. Ctrl-C finishes the step, saves and returns with stopped_early=True; a second Ctrl-C interrupts at once.
     """
     _check(config)
     method = recipe(config.method)
@@ -136,7 +147,8 @@ def train(config: TrainConfig, policy: Policy | None = None, task: Task | None =
                 for parameters in optimizer.param_groups:
                     parameters["lr"] = rate
                 numbers = update(
-                    policy, optimizer, rollouts, rewards, values, method, beta=config.beta, temperature=config.temperature,
+                    policy, optimizer, rollouts, rewards, values, method, beta=config.beta,
+                    temperature=config.temperature,
                     grad_clip=config.grad_clip, minibatches=config.minibatches, max_length=max_new_tokens,
                     micro_batch_tokens=config.micro_batch_tokens, share_prompts=config.share_prompts,
                     generator=torch.Generator().manual_seed(_step_seed(config.seed, step)),
@@ -144,7 +156,11 @@ def train(config: TrainConfig, policy: Policy | None = None, task: Task | None =
                 numbers["lr"] = rate
                 seconds = time.perf_counter() - began
                 line = {"step": step, "method": config.method, **_batch_metrics(rewards, rollouts, failed), **numbers}
-                line |= {"tokens_per_s": rollouts.mask.sum().item() / seconds, "rollout_s": sampled - began, "seconds": seconds}
+                line |= {
+                    "tokens_per_s": rollouts.mask.sum().item() / seconds,
+                    "rollout_s": sampled - began,
+                    "seconds": seconds,
+                }
                 history.append(log.write(line))
                 if config.log_completions_every and step % config.log_completions_every == 0:
                     samples.write(step, task.prompt(task.train[rows[0]], style), rollouts.texts, rewards, values)
@@ -152,7 +168,9 @@ def train(config: TrainConfig, policy: Policy | None = None, task: Task | None =
                 last = step == config.steps or interrupted.is_set()
                 if out is not None and (last or step % config.checkpoint_every == 0):
                     state = {"data_position": step * config.batch_size, "lr": rate}
-                    checkpoint.save_checkpoint(out / "checkpoints", step, policy, optimizer, state, config.keep_checkpoints)
+                    checkpoint.save_checkpoint(
+                        out / "checkpoints", step, policy, optimizer, state, config.keep_checkpoints
+                    )
                 if interrupted.is_set() and step < config.steps:
                     stop_at = step
                     break
@@ -198,18 +216,32 @@ def _batch_metrics(rewards: torch.Tensor, rollouts, failed: int) -> dict[str, fl
 
 
 def schedule_factor(config: TrainConfig, step: int) -> float:
-    """Share of the peak learning rate at `step` (from 0): like the data position a function of the step, not a state."""
+    """Share of the peak learning rate at `step` (from 0): like the data position a function of the step, not a
+    state."""
     warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
     done = min(1.0, step / config.steps)
-    return warm * {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[config.schedule]
+    return (
+        warm
+        * {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[config.schedule]
+    )
 
 
 def _check(config: TrainConfig) -> None:
-    for name in ("steps", "batch_size", "group_size", "minibatches", "micro_batch_tokens", "checkpoint_every", "keep_checkpoints"):
+    for name in (
+        "steps",
+        "batch_size",
+        "group_size",
+        "minibatches",
+        "micro_batch_tokens",
+        "checkpoint_every",
+        "keep_checkpoints",
+    ):
         if getattr(config, name) < 1:
             raise UserError(f"{name} must be >= 1, got {getattr(config, name)}")
     if config.group_size == 1 and recipe(config.method).advantage not in ("reinforce", "sign"):
-        raise UserError(f"group_size=1 leaves {config.method} nothing to compare: every advantage would be 0; use 2 or more")
+        raise UserError(
+            f"group_size=1 leaves {config.method} nothing to compare: every advantage would be 0; use 2 or more"
+        )
     if config.temperature <= 0:
         raise UserError(f"temperature must be > 0 to train, got {config.temperature}: greedy rollouts are all the same")
     if config.beta < 0 or (config.lr is not None and config.lr <= 0):
@@ -224,8 +256,9 @@ def _check_context(policy: Policy, prompts: list[list[int]], max_new_tokens: int
     longest = max(len(p) for p in prompts)
     if longest + max_new_tokens > policy.context_length:
         raise UserError(
-            f"the longest of {len(prompts)} training prompts has {longest} tokens; with max_new_tokens={max_new_tokens} that passes "
-            f"the model's context of {policy.context_length}: lower max_new_tokens or leave long prompts out"
+            f"the longest of {len(prompts)} training prompts has {longest} tokens; "
+            f"with max_new_tokens={max_new_tokens} that passes the model's context of "
+            f"{policy.context_length}: lower max_new_tokens or leave long prompts out"
         )
 
 
@@ -238,7 +271,9 @@ def _prepare_folder(config: TrainConfig, out: Path | None, policy: Policy, optim
     found = checkpoint.latest(out / "checkpoints")
     if not config.resume:
         if found is not None:
-            raise UserError(f"{out} already holds a run up to {found.name}: set resume to go on with it, or choose another folder")
+            raise UserError(
+                f"{out} already holds a run up to {found.name}: set resume to go on with it, or choose another folder"
+            )
         checkpoint.check_space(out, policy, config.keep_checkpoints)
         (out / "config.json").write_text(json.dumps(settings, indent=1))
         return 0

@@ -15,7 +15,8 @@ from sage_lite.rollout import Rollouts
 
 
 def group_advantages(advantage: Callable[[torch.Tensor], torch.Tensor], rewards: torch.Tensor) -> torch.Tensor:
-    """Advantages of rewards [G, M] in which NaN marks a missing reward: such a rollout gets 0 and its group ignores it."""
+    """Advantages of rewards [G, M] in which NaN marks a missing reward: such a rollout gets 0 and its group ignores
+    it."""
     if not bool(rewards.isnan().any()):
         return advantage(rewards)
     ids = torch.arange(rewards.shape[0]).repeat_interleave(rewards.shape[1])
@@ -32,8 +33,8 @@ def dead_groups(rewards: torch.Tensor) -> torch.Tensor:
 def micro_batches(lengths: torch.Tensor, most_tokens: int) -> Iterator[torch.Tensor]:
     """Split groups into micro-batches of at most `most_tokens` tokens (padding included), longest first.
 
-    lengths: [G, 2], tokens of a group that grow with its widest member: (rollouts, width). Yields index tensors; a group
-    that alone passes the limit is a micro-batch of its own.
+    lengths: [G, 2], tokens of a group that grow with its widest member: (rollouts, width). Yields index tensors; a
+    group that alone passes the limit is a micro-batch of its own.
     """
     order = torch.argsort(lengths[:, 1], descending=True)
     start = 0
@@ -67,9 +68,9 @@ def update(
     """Train on one batch; returns what to log. Shapes: rewards, advantages [G, M]; rollouts hold G*M rows.
 
     The batch is cut into `minibatches` (an optimizer step each) and these into micro-batches, whose gradients add up to
-    exactly the minibatch's. A group without advantage gives no policy gradient, so with beta = 0 it is not computed, while
-    its tokens stay in the denominator. If nothing is left to learn from, the optimizer does not step: neither momentum nor
-    weight decay may move a model that saw no signal.
+    exactly the minibatch's. A group without advantage gives no policy gradient, so with beta = 0 it is not computed,
+    while its tokens stay in the denominator. If nothing is left to learn from, the optimizer does not step: neither
+    momentum nor weight decay may move a model that saw no signal.
     """
     group_size, device = rollouts.group_size, policy.device
     mask = rollouts.mask & ~rewards.isnan().reshape(-1, 1).to(device)

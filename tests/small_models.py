@@ -1,4 +1,5 @@
-"""Tiny random models for tests: the embedded tokenizer around a two-layer Qwen2 whose start depends on the seed alone."""
+"""Tiny random models for tests: the embedded tokenizer around a two-layer Qwen2 whose start depends on the seed
+alone."""
 
 from __future__ import annotations
 

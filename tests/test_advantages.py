@@ -71,6 +71,11 @@ def test_sage_is_bounded(r, tau, dtype):
     assert a.min() >= -1 and a.max() <= len(r) - 1
 
 
+def test_sage_is_bounded_to_the_last_bit():
+    for m in range(1, 130):  # one success: rounding alone would pass M - 1 at M = 31, 41, 50, ...
+        assert advantages.sage(torch.arange(m) < 1, tau=1e-6).max() <= m - 1
+
+
 @pytest.mark.parametrize("name", ZERO_SUM)
 @given(value=st.floats(0, 1), m=st.integers(1, 40),
        dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
@@ -187,6 +192,12 @@ def test_sage_keeps_its_digits_at_every_tau(tau):
     exact = torch.tensor([float(7 * x / sum(e) - 1) for x in e], dtype=torch.float64)
     torch.testing.assert_close(advantages.sage(r, tau), exact, rtol=1e-13, atol=0)
     torch.testing.assert_close(advantages.sage(r.float(), tau), exact.float(), rtol=2e-5, atol=0)
+
+
+def test_sage_keeps_its_digits_in_a_large_float32_group():
+    one_success = torch.arange(4096) < 1
+    failure = advantages.sage(one_success, tau=0.1)[1]
+    assert float(failure) == pytest.approx(float(advantages.sage(one_success.double(), tau=0.1)[1]), abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

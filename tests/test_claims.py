@@ -144,12 +144,23 @@ def test_a_cell_that_ran_and_shows_something_will_do(tmp_path, changes):
     ({"execution_count": None}, "claim 'x': the cell 'claim-x' of 01_a.ipynb was not run"),
     ({"outputs": [STREAM, ERROR]}, "claim 'x': the cell 'claim-x' of 01_a.ipynb failed"),
     ({"source": ["x = 1\n", "asserted = 2"]},
-     "claim 'x': the cell 'claim-x' of 01_a.ipynb has neither an output nor an assert"),
+     "claim 'x': the cell 'claim-x' of 01_a.ipynb shows nothing: no output, no assert"),
 ])
 def test_a_cell_that_shows_nothing_will_not(tmp_path, changes, message):
     with pytest.raises(UserError) as error:
         claims.check_cells([claims.Claim(**ROW)], notebook(tmp_path, **changes))
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(("seen", "missing"), [
+    ("0.5", None), ("12 of 0.50", None), ("0.51", "0.51"), ("10.50 ± 0.2", "10.50"), ("1.5", "1.5")])
+def test_a_number_seen_stands_in_the_cell(tmp_path, seen, missing):
+    folder = notebook(tmp_path, source=["print(x)"], outputs=[{**STREAM, "text": ["x = 0.504 (was 11.5)"]}])
+    row = [claims.Claim(**{**ROW, "seen": seen})]
+    if missing is None:
+        return claims.check_cells(row, folder)
+    with pytest.raises(UserError, match=f"claim 'x': {missing} is said to be seen"):
+        claims.check_cells(row, folder)
 
 
 def test_a_missing_notebook_is_named(tmp_path):

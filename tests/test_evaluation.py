@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from small_models import small_policy
 
 from sage_lite import advantages
 from sage_lite.budget import BINS, GradientBudget, gradient_budget
@@ -12,12 +13,13 @@ from sage_lite.errors import UserError
 from sage_lite.evaluation import bootstrap, evaluate, pass_at_k
 from sage_lite.rollout import sample
 from sage_lite.tasks import Task
-from small_models import small_policy
 
 
 def _task(score) -> Task:
     rows = [{"n": i} for i in range(6)]
-    return Task("numbers", rows, rows, {"short": lambda r: f"{r['n']} ="}, score, lambda row: None, max_new_tokens={"short": 6})
+    return Task(
+        "numbers", rows, rows, {"short": lambda r: f"{r['n']} ="}, score, lambda row: None, max_new_tokens={"short": 6}
+    )
 
 
 @pytest.mark.parametrize("n, c", [(1, 0), (4, 0), (4, 1), (6, 3), (6, 6)])
@@ -91,7 +93,9 @@ def test_budget_norms_equal_the_definition(graded):
 
     task = _task(score)
     functions = {n: advantages.get(n) for n in ("sage", "grpo", "rloo", "reinforce")}
-    found = gradient_budget(policy, task, task.train[:3], functions, group_size=5, seed=4, pass_rate=np.array([0.1, 0.5, 0.95]))
+    found = gradient_budget(
+        policy, task, task.train[:3], functions, group_size=5, seed=4, pass_rate=np.array([0.1, 0.5, 0.95])
+    )
     generator = torch.Generator().manual_seed(4)
     for i in range(3):
         prompts = policy.encode([task.prompt(task.train[i], "short")])

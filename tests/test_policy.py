@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
+from small_models import small_policy
 
 from sage_lite.data import data_path
 from sage_lite.errors import UserError
 from sage_lite.policy import load_policy
-from small_models import small_policy
 
 
 def _logits(model, ids=((3, 20, 21, 22),)):

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from small_models import small_policy
 
 from sage_lite.errors import UserError
 from sage_lite.logprobs import completion_logprobs, left_pad, positions
 from sage_lite.rollout import completion_mask, sample
-from small_models import small_policy
 
 EOS = 7
 
@@ -77,7 +77,9 @@ def test_rollouts_of_one_call_do_not_depend_on_the_other_prompts(policy):
 def test_mask_text_and_finished_agree(policy):
     prompts = policy.encode(["1 2 3 = 6", "7"])
     out = sample(policy, prompts, 64, max_new_tokens=6, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(out.mask, completion_mask(torch.where(out.mask, out.completions, policy.eos_ids[0]), policy.eos_ids[0]))
+    assert torch.equal(
+        out.mask, completion_mask(torch.where(out.mask, out.completions, policy.eos_ids[0]), policy.eos_ids[0])
+    )
     ends = out.completions.gather(1, out.mask.sum(-1, keepdim=True) - 1).squeeze(-1)
     assert torch.equal(ends == policy.eos_ids[0], out.finished)
     assert out.group.tolist() == [0] * 64 + [1] * 64

@@ -142,6 +142,7 @@ def test_the_mean_size_of_other_advantages():
     p = np.linspace(0, 1, 11)
     close(theory.mean_abs_advantage("sign", p, 8), np.ones(11))
     close(theory.mean_abs_advantage("reinforce", p, 8), p)
+    close(theory.mean_abs_advantage(advantages.get("reinforce", baseline=2), p, 8), p + 2 * (1 - p))
 
 
 def test_scalar_in_scalar_out():
@@ -204,6 +205,10 @@ def test_finite_at_the_extremes(m):
             assert np.isfinite(value).all() and (value >= 0).all()
         close(theory.prompt_weight(table, [0.0, 1.0], m), [table.gain[0], table.gain[-1]], 1e-15)
         close(theory.objective(table, 1.0, m), table.gain.mean(), 1e-12)
+
+
+def test_probabilities_of_a_large_group_sum_to_one():
+    close(theory.prompt_weight("rloo", np.linspace(0, 1, 101), 1024), np.ones(101), 1e-14)
 
 
 # --- the formulas on paper ------------------------------------------------------------------------------------------
@@ -281,6 +286,8 @@ def test_large_group_limits_stay_in_range(tau):
     objective = closed_forms.sage_large_group_objective(p, tau)
     assert objective[0] == 0 and np.isfinite(objective).all()
     np.testing.assert_allclose(objective[-1], 1 / tau, rtol=1e-12)
+    if tau > 100:  # the first two terms in 1 / tau
+        np.testing.assert_allclose(objective, p / tau + p * (1 - p) / (2 * tau**2), rtol=1e-12 + 1 / tau**2)
     weight = closed_forms.sage_large_group_weight(p, tau)
     assert np.isfinite(weight[1:]).all() and (weight[0] == np.inf) == (tau < 0.0014)
 

@@ -10,13 +10,13 @@ import time
 
 import pytest
 import torch
+from small_models import small_policy
 
 from sage_lite import checkpoint
 from sage_lite.errors import UserError
 from sage_lite.runlog import MetricsFile, read_lines
 from sage_lite.tasks import Task
 from sage_lite.trainer import TrainConfig, batch_indices, learning_rate, schedule_factor, train
-from small_models import small_policy
 
 VARYING = {"seconds", "rollout_s", "tokens_per_s"}
 
@@ -30,7 +30,9 @@ def _task(rows: int = 12) -> Task:
 
 
 def _config(**changes) -> TrainConfig:
-    base = dict(steps=4, batch_size=4, group_size=4, lr=1e-3, progress=False, checkpoint_every=2, log_completions_every=2)
+    base = dict(
+        steps=4, batch_size=4, group_size=4, lr=1e-3, progress=False, checkpoint_every=2, log_completions_every=2
+    )
     return TrainConfig(**(base | changes))
 
 
@@ -49,10 +51,23 @@ def test_training_moves_the_model_and_logs_every_step(tmp_path):
     assert not torch.equal(before, _weights(policy))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines == result.metrics
-    wanted = {"reward", "pass_rate", "dead_groups", "kl", "clip_share", "tokens_per_s", "loss", "grad_norm", "lr", "cut_off"}
+    wanted = {
+        "reward",
+        "pass_rate",
+        "dead_groups",
+        "kl",
+        "clip_share",
+        "tokens_per_s",
+        "loss",
+        "grad_norm",
+        "lr",
+        "cut_off",
+    }
     assert wanted <= set(lines[0])
     shown = read_lines(tmp_path / "run" / "completions.jsonl")
-    assert [s["step"] for s in shown] == [2] * 4 + [4] * 4 and {"prompt", "completion", "reward", "advantage"} <= set(shown[0])
+    assert [s["step"] for s in shown] == [2] * 4 + [4] * 4 and {"prompt", "completion", "reward", "advantage"} <= set(
+        shown[0]
+    )
 
 
 def test_training_raises_the_reward():
@@ -66,7 +81,9 @@ def test_same_seed_same_numbers_other_seed_other_numbers():
     assert _numbers(a) == _numbers(b) and _numbers(a) != _numbers(c)
 
 
-@pytest.mark.parametrize("method", ["sage", "grpo", "dr_grpo", "dapo", "cispo", "f_grpo", "maxrl", "rloo", "sign", "reinforce"])
+@pytest.mark.parametrize(
+    "method", ["sage", "grpo", "dr_grpo", "dapo", "cispo", "f_grpo", "maxrl", "rloo", "sign", "reinforce"]
+)
 def test_every_recipe_trains(method):
     result = train(_config(method=method, steps=2), small_policy(), _task())
     assert all(line["grad_norm"] > 0 and line["loss"] == line["loss"] for line in result.metrics)

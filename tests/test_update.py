@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from small_models import small_policy
 
 from sage_lite import advantages
 from sage_lite.recipes import RECIPES, recipe
 from sage_lite.rollout import sample
 from sage_lite.update import dead_groups, group_advantages, micro_batches, update
-from small_models import small_policy
 
 NAN = float("nan")
 
@@ -60,7 +60,9 @@ def test_the_savings_are_exact(name):
     """Shared prompts, skipped dead groups and micro-batches of any size give the plain full-batch gradient."""
     policy = small_policy()
     rollouts, rewards = _batch(policy)
-    plain, _ = _gradient(policy, rollouts, rewards, name, share_prompts=False, skip_dead_groups=False, micro_batch_tokens=10**9)
+    plain, _ = _gradient(
+        policy, rollouts, rewards, name, share_prompts=False, skip_dead_groups=False, micro_batch_tokens=10**9
+    )
     for most_tokens in (1, 60, 200, 10**9):
         fast, _ = _gradient(policy, rollouts, rewards, name, micro_batch_tokens=most_tokens)
         _close(fast, plain)

@@ -1,0 +1,139 @@
+"""The tau slider of notebook 01 in JupyterLab, moved by keyboard in a real browser.
+
+Everything stays on this machine: the server listens on loopback only, without a token and with folders of its own, and the
+test fails if the page asks for anything else. Screenshots lie in pytest's tmp_path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import nbformat
+import pytest
+
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK = "01_weighting_curve.ipynb"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are in the page, too
+}
+
+
+@pytest.fixture
+def chromium():
+    """A headless Chromium, or a skip that says what is missing."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium: install one, as in `apt-get install chromium`")
+    api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def jupyterlab(tmp_path):
+    """Address of a JupyterLab whose folder holds notebook 01 without outputs."""
+    pytest.importorskip("jupyterlab", reason="no JupyterLab: pip install jupyterlab")
+    work, settings = tmp_path / "work", tmp_path / "settings"
+    work.mkdir()
+    notebook = nbformat.read(ROOT / "notebooks" / NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, work / NOTEBOOK)
+    for name, values in SETTINGS.items():
+        file = settings / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(values))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {"HOME": tmp_path, "JUPYTER_CONFIG_DIR": tmp_path / "config", "JUPYTER_RUNTIME_DIR": tmp_path / "runtime",
+           "JUPYTER_DATA_DIR": tmp_path / "data", "JUPYTERLAB_WORKSPACES_DIR": tmp_path / "workspaces",
+           "JUPYTERLAB_SETTINGS_DIR": settings, "IPYTHONDIR": tmp_path / "ipython", "PYTHONPATH": ROOT}  # fmt: skip
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
+               f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=",
+               f"--ServerApp.root_dir={work}", "--LabApp.extension_manager=readonly",
+               "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
+    log = tmp_path / "jupyterlab.log"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=os.environ | {k: str(v) for k, v in own.items()}, cwd=work,
+                                  stdout=file, stderr=subprocess.STDOUT)  # fmt: skip
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_for(f"{address}/api", server, log)
+        yield address
+    finally:
+        server.terminate()  # it shuts its kernels down
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def wait_for(address: str, server: subprocess.Popen, log: Path, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert server.poll() is None, f"JupyterLab stopped:\n{log.read_text()}"
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not answer within {seconds} s:\n{log.read_text()}")
+
+
+def test_the_tau_slider_moves_the_picture_and_its_numbers(jupyterlab, chromium, tmp_path):
+    page = chromium.new_page(viewport={"width": 1200, "height": 1100})
+    page.set_default_timeout(120_000)  # of one step; a busy machine takes its time to start a kernel
+    asked: set[str] = set()
+    page.on("request", lambda request: asked.add(urlsplit(request.url).hostname or ""))
+    page.goto(f"{jupyterlab}/lab/tree/{NOTEBOOK}")
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(state="attached")
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+    box = page.locator(".widget-vbox", has=page.locator(".sage-explorer-picture")).first
+    picture, numbers = box.locator("img.widget-image"), box.locator(".sage-explorer-digest")
+    picture.wait_for()
+    # The cells below move the slider, too, and put it back: wait for the last of them.
+    last = page.locator(".jp-CodeCell").last
+    page.wait_for_function("cell => /\\[\\d+\\]/.test(cell.innerText)", arg=last.element_handle())
+    picture.scroll_into_view_if_needed()
+    page.screenshot(path=tmp_path / "before.png")
+    assert picture.evaluate("image => image.naturalWidth") == 512
+    assert "tau = 0.3, group_size = 8" in numbers.inner_text()
+
+    handle = box.locator(".noUi-handle").first
+    for key, tau in (("ArrowRight", 0.337), ("ArrowRight", 0.378), ("ArrowLeft", 0.337)):
+        source, text = picture.get_attribute("src"), numbers.inner_text()
+        handle.focus()
+        page.keyboard.press(key)
+        page.wait_for_function("([image, old]) => image.src != old", arg=[picture.element_handle(), source])
+        page.wait_for_function(f"text => text.innerText.includes('tau = {tau},')", arg=numbers.element_handle())
+        assert numbers.inner_text() != text
+    page.screenshot(path=tmp_path / "after.png")
+
+    source = picture.get_attribute("src")
+    box.get_by_label("F-GRPO", exact=True).focus()
+    page.keyboard.press("Space")
+    page.wait_for_function("([image, old]) => image.src != old", arg=[picture.element_handle(), source])
+    assert "F-GRPO: (0, " in numbers.inner_text()
+    page.screenshot(path=tmp_path / "ticked.png")
+    assert asked == {"127.0.0.1"}, "the page asked for something that is not on this machine"
