@@ -21,8 +21,8 @@ _COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _PLAIN = re.compile(
-    r"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<point>\.\d+)?(?:\s*/\s*(?P<below>\d+))?"
-    r"(?P<unit>(?:\s+[A-Za-z]{2,})*)"
+    r"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<point>\.\d+)?"
+    r"(?:\s*/\s*(?P<below>\d+))?(?P<unit>(?:\s+[A-Za-z]{2,})*)"
 )
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "or", "and", "sqrt", "half", "to"}
 
@@ -81,9 +81,10 @@ def boxed(text: str) -> str | None:
 def maths_answer(completion: str) -> str:
     r"""The mathematical answer in a completion, at most ``MAX_ANSWER`` characters; "" if there is none.
 
-    Thinking is dropped (``without_thinking``), then only the last ``<answer>…</answer>`` is read, if there is one. In what is
-    left the first of these that exists decides, the last occurrence of it winning: ``\boxed{…}`` or ``#### …``, whichever
-    comes later; what follows "answer is" or "answer:"; the last line, or the last formula or number in it.
+    Thinking is dropped (``without_thinking``), then only the last ``<answer>…</answer>`` is read, if there is one. In
+    what is left the first of these that exists decides, the last occurrence of it winning: ``\boxed{…}`` or ``####
+    …``, whichever comes later; what follows "answer is" or "answer:"; the last line, or the last formula or number in
+    it.
     """
     text = without_thinking(completion)
     inside = tagged(text)
@@ -108,7 +109,7 @@ def _unmarked(text: str) -> str:
 
 
 def _expression(line: str, last: bool) -> str:
-    """The formula or number in a line of text, the first or the last one; the result, if the line computes it with ``=``."""
+    """The first or the last formula or number in a line of text; the result, if the line computes one with ``=``."""
     candidates = _CANDIDATE.findall(line)
     prose = _WORD.search(_COMMAND.sub(" ", line))
     if "\\" not in line and not re.search(_MATHS, line) and "=" in line:
@@ -121,7 +122,7 @@ def _expression(line: str, last: bool) -> str:
 
 
 def bare(answer: str) -> str:
-    r"""An answer without the box, the dollars, ``\(…\)``, bold stars or full stop around it; "" beyond ``MAX_ANSWER`` characters."""
+    r"""An answer without the box, dollars, ``\(…\)``, stars or full stop; "" if that is over ``MAX_ANSWER``."""
     answer = boxed(answer) if r"\boxed{" in answer else answer
     answer = answer.strip().strip("*").strip().removesuffix(".").strip("*").rstrip()
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
@@ -134,8 +135,9 @@ def bare(answer: str) -> str:
 def plain_number(text: str) -> Fraction | None:
     r"""The value of a plain number, exactly; ``None`` for anything else.
 
-    Plain are integers, decimals and ``a/b``, with a sign, thousands commas, a currency sign or a unit in words: ``$1,080``,
-    ``-3``, ``72 clips``, ``10,\!080``, ``72\text{ clips}``. Not plain: percentages, formulas, "5 million", lists.
+    Plain are integers, decimals and ``a/b``, with a sign, thousands commas, a currency sign or a unit in words:
+    ``$1,080``, ``-3``, ``72 clips``, ``10,\!080``, ``72\text{ clips}``. Not plain: percentages, formulas, "5
+    million", lists.
     """
     text = _TEXT.sub(r" \1", text).replace(r"\$", "$").replace(r"\!", "").replace("{,}", ",").replace("−", "-")
     match = _PLAIN.fullmatch(text.strip())
@@ -148,5 +150,5 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def plain_text(text: str) -> str:
-    r"""An answer for comparison as text: lower case, no spaces, ``\text{}`` wrappers, dollars or full stop at the end."""
+    r"""An answer for comparison as text: lower case, without spaces, ``\text{}``, dollars and full stop at the end."""
     return re.sub(r"\s|\$", "", _TEXT.sub(r"\1", text)).rstrip(".").lower()

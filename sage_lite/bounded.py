@@ -1,7 +1,8 @@
-"""Asks other people's graders (``graders``) in a process of their own, so that no answer can cost more than a fixed time.
+"""Asks other people's graders (``graders``) in a process of their own: no answer can cost more than a fixed time.
 
-Graders can be led into computing without end: ``9^{9^{9}}`` for SymPy, "(R U)99999999" for a Rubik's cube. Time limits by signal
-work in the main thread only and cannot interrupt one long C call; a process can be killed from any thread at any moment.
+Graders can be led into computing without end: ``9^{9^{9}}`` for SymPy, "(R U)99999999" for a Rubik's cube. Time
+limits by signal work in the main thread only and cannot interrupt one long C call; a process can be killed from any
+thread at any moment.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class GraderTimeout(GraderError):
 class _Process:
     def __init__(self) -> None:
         self.owner = os.getpid()
-        # A fixed hash seed: generated data sets that iterate over sets come out the same after a restart and in every run.
+        # A fixed hash seed: data sets whose generators iterate over sets come out the same in every process.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("graders.py"))],
@@ -73,8 +74,8 @@ class _Process:
 def ask(job: str, *arguments: object, seconds: float = 2.0) -> object:
     """The result of a job in ``graders``, from any thread. Arguments and result are what JSON can hold.
 
-    Raises ``GraderTimeout`` when the job computes for more than ``seconds`` (``graders.run``), and ``GraderError`` with the job's
-    own error. The process is started at the first call, and again after a timeout.
+    Raises ``GraderTimeout`` when the job computes for more than ``seconds`` (``graders.run``), and ``GraderError``
+    with the job's own error. The process is started at the first call, and again after a timeout.
     """
     global _process
     with _lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Callable, Mapping
 
@@ -14,11 +15,12 @@ from sage_lite.evaluation import Interval, bootstrap
 from sage_lite.logprobs import completion_logprobs
 from sage_lite.policy import Policy
 from sage_lite.rewards import score_all
-from sage_lite.rollout import sample
+from sage_lite.rollout import Rollouts, sample
 from sage_lite.tasks import Task
 from sage_lite.update import group_advantages
 
 BINS = (0.0, 0.2, 0.5, 0.7, 0.9, 1.0)  # [0,.2) [.2,.5) [.5,.7) [.7,.9) [.9,1]
+CHUNK = 32  # prompts sampled at a time
 
 
 @dataclass
@@ -77,45 +79,45 @@ def gradient_budget(
     generator = torch.Generator(policy.device).manual_seed(seed)
     settings = {"max_new_tokens": length, "temperature": temperature, "generator": generator}
 
-    def draw(rows_: list[int], size: int):
-        out = sample(policy, [prompts[i] for i in rows_], size, **settings)
-        scored, _, _ = score_all(task.score, out.texts, [rows[i] for i in rows_ for _ in range(size)])
-        return out, torch.tensor([float("nan") if r is None else r for r in scored]).view(-1, size)
+    def draw(chunk: list[int], size: int) -> tuple[Rollouts, torch.Tensor]:
+        out = sample(policy, [prompts[i] for i in chunk], size, **settings)
+        scored, _, _ = score_all(task.score, out.texts, [rows[i] for i in chunk for _ in range(size)])
+        return out, torch.tensor([float("nan") if r is None else r for r in scored]).view(len(chunk), size)
 
+    chunks = [list(range(i, min(i + CHUNK, len(rows)))) for i in range(0, len(rows), CHUNK)]
     if pass_rate is None:
-        chunks = [draw(list(range(i, min(i + 32, len(rows)))), rate_samples)[1] for i in range(0, len(rows), 32)]
-        pass_rate = (torch.cat(chunks) >= 1.0).float().mean(-1).numpy()
+        pass_rate = torch.cat([(draw(chunk, rate_samples)[1] >= 1.0).float().mean(-1) for chunk in chunks]).numpy()
     norms = {name: np.zeros((len(rows), groups)) for name in functions}
     parameters = [p for _, p in policy.trainable()]
-    for i in range(len(rows)):
-        for g in range(groups):
-            out, rewards = draw([i], group_size)
-            levels, gram = _level_gradients(policy, out, rewards[0], parameters, temperature)
-            if len(levels) == 0:
-                continue
-            for name, function in functions.items():
-                values = group_advantages(function, rewards)[0].double()
-                weights = torch.stack([values[rewards[0] == level][0] for level in levels])
-                norms[name][i, g] = float((weights @ gram @ weights).clamp(min=0).sqrt()) / group_size
+    for chunk in chunks:
+        out, rewards = draw(chunk, groups * group_size)
+        members = torch.arange(len(out.texts)).view(len(chunk), groups, group_size)
+        for i, g in itertools.product(range(len(chunk)), range(groups)):
+            group = rewards.flatten()[members[i, g]]
+            values = {name: group_advantages(f, group[None])[0].double() for name, f in functions.items()}
+            if not any(bool(v.any()) for v in values.values()):
+                continue  # a dead group: every norm is 0
+            levels, gram = _level_gradients(policy, out, members[i, g], group, parameters, temperature)
+            for name in functions:
+                weights = torch.stack([values[name][group == level][0] for level in levels])
+                norms[name][chunk[i], g] = float((weights @ gram @ weights).clamp(min=0).sqrt()) / group_size
     return GradientBudget(np.asarray(pass_rate), norms)
 
 
-def _level_gradients(policy, out, rewards, parameters, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+def _level_gradients(
+    policy: Policy, out: Rollouts, rows: torch.Tensor, rewards: torch.Tensor, parameters: list, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct reward levels of a group, and the Gram matrix of their summed gradients `sum_{i at level} grad log pi`.
 
     Rollouts with equal rewards have equal advantages, so any advantage's gradient is a combination of these few
     vectors: one backward pass a level serves every advantage.
     """
     levels = torch.unique(rewards[~rewards.isnan()])
+    rows = rows.to(out.completions.device)
     logp = completion_logprobs(
-        policy.causal_lm,
-        out.prompts,
-        out.completions,
-        out.mask,
-        out.group,
-        pad_id=policy.pad_id,
+        policy.causal_lm, out.prompts, out.completions[rows], out.mask[rows], out.group[rows], pad_id=policy.pad_id,
         temperature=temperature,
-    ).sum(-1)
+    ).sum(-1)  # fmt: skip
     vectors = []
     for j, level in enumerate(levels):
         total = logp[(rewards == level).to(logp.device)].sum()
@@ -123,7 +125,5 @@ def _level_gradients(policy, out, rewards, parameters, temperature) -> tuple[tor
         vectors.append(
             torch.cat([torch.zeros_like(p).flatten() if x is None else x.flatten() for x, p in zip(grads, parameters)])
         )
-    if not vectors:
-        return levels, torch.zeros(0, 0, dtype=torch.float64)
     matrix = torch.stack(vectors).float()
     return levels, (matrix @ matrix.T).double().cpu()

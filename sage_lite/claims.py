@@ -161,7 +161,7 @@ def _text(cell: dict[str, Any]) -> str:
 
 
 def _row(claim: Claim) -> str:
-    seen = ". ".join(part for part in (claim.seen, claim.note, claim.hardware) if part)
+    seen = ". ".join(part[0].upper() + part[1:] for part in (claim.seen, claim.note, claim.hardware) if part)
     cell = f"[{claim.notebook[:2]}](notebooks/{claim.notebook}) `{claim.tag}`" if claim.tag else ""
     parts = (claim.statement, claim.claimed, claim.status, seen, cell)
     return "| " + " | ".join(part.replace("|", r"\|") for part in parts) + " |"

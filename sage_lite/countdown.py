@@ -17,6 +17,7 @@ from functools import lru_cache
 from sage_lite.errors import UserError
 
 Tree = int | tuple
+Problem = tuple[tuple[int, ...], int]  # (sorted nums, target)
 
 MAX_CHARS = 512  # an expression of four three-digit numbers needs about 20
 MAX_DEPTH = 32  # nested parentheses
@@ -178,7 +179,7 @@ def random_expression(nums: Sequence[int], rng: random.Random) -> str:
 
 
 @lru_cache(maxsize=8)
-def problems(count: int = 3, low: int = 1, high: int = 9, max_target: int = 99) -> tuple[tuple[tuple[int, ...], int], ...]:
+def problems(count: int = 3, low: int = 1, high: int = 9, max_target: int = 99) -> tuple[Problem, ...]:
     """Every solvable problem, as ``(sorted nums, target)``: ``count`` numbers in [low, high], targets 1..max_target."""
     found = []
     for nums in itertools.combinations_with_replacement(range(low, high + 1), count):

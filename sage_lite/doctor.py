@@ -26,20 +26,20 @@ EXTRAS = {"trl": "trl", "unsloth": "unsloth", "verl": "verl", "lm-eval": "eval",
 
 @dataclass(frozen=True)
 class Notebook:
-    """What a notebook does on a CPU, and what a CUDA GPU with `gpu_gib` GiB of memory adds ("" for nothing)."""
+    """How a notebook runs on a CPU, and what a CUDA GPU with `gpu_gib` GiB of memory runs instead ("" for the same)."""
 
-    cpu: str
+    cpu: str = "runs whole on the CPU"
     gpu: str = ""
     gpu_gib: float = 0.0
 
 
 NOTEBOOKS = {
-    "01_weighting_curve": Notebook("whole"),
-    "02_one_line_advantage": Notebook("whole"),
-    "03_scalar_rewards": Notebook("whole"),
-    "04_countdown_on_a_laptop": Notebook("whole, with the embedded model"),
-    "05_qwen25_lora_4bit": Notebook("every cell, with the embedded model", "Qwen2.5-1.5B, LoRA on 4-bit weights", 12),
-    "07_imagenet_check": Notebook("every cell, on images of three digits", "ResNet-50 on an ImageNet subset", 12),
+    "01_weighting_curve": Notebook(),
+    "02_one_line_advantage": Notebook(),
+    "03_scalar_rewards": Notebook(),
+    "04_countdown_on_a_laptop": Notebook("runs whole on the CPU, with the embedded model"),
+    "05_qwen25_lora_4bit": Notebook("runs on the CPU with the embedded model", "Qwen2.5-1.5B, LoRA on 4-bit weights", 12),
+    "07_imagenet_check": Notebook("runs on the CPU with images of three digits", "ResNet-50 on an ImageNet subset", 12),
 }
 
 
@@ -52,13 +52,13 @@ def notebook_modes() -> dict[str, str]:
     gpu_gib = _gpu_gib()
     modes = {}
     for name in names:
-        notebook = NOTEBOOKS.get(name, Notebook("whole"))
+        notebook = NOTEBOOKS.get(name, Notebook())
         if notebook.gpu and gpu_gib >= notebook.gpu_gib:
-            modes[name] = f"GPU: {notebook.gpu}"
+            modes[name] = f"runs on the GPU: {notebook.gpu}"
         elif notebook.gpu:
-            modes[name] = f"CPU: {notebook.cpu} (a CUDA GPU with {notebook.gpu_gib:g} GiB adds: {notebook.gpu})"
+            modes[name] = f"{notebook.cpu}; a CUDA GPU with {notebook.gpu_gib:g} GiB runs {notebook.gpu}"
         else:
-            modes[name] = f"CPU: {notebook.cpu}"
+            modes[name] = notebook.cpu
     return modes
 
 
@@ -121,9 +121,12 @@ def _device_lines() -> list[str]:
         name, major_minor = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         gpu = f"cuda:{index} {name}, compute capability {major_minor[0]}.{major_minor[1]}"
         lines.append(f"{gpu}, {_memory_text(device.memory(f'cuda:{index}'))}, {_dtype_text(f'cuda:{index}')}")
-    cores = device.cpu_count()
-    cpu = f"cpu, {cores} core{'s' if cores != 1 else ''}, {torch.get_num_threads()} torch threads"
+    cpu = f"cpu, {_count(device.cpu_count(), 'core')}, {_count(torch.get_num_threads(), 'torch thread')}"
     return [*lines, f"{cpu}, {_memory_text(device.memory('cpu'))}, {_dtype_text('cpu')}"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _dtype_text(name: str) -> str:

@@ -21,8 +21,7 @@ from sage_lite import plots
 from sage_lite.errors import UserError
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-_STEPS = 100  # of a slider between two floats
-_STEPS_A_DECADE = 20  # of a logarithmic one
+_STEPS = 60  # of a slider between two floats
 _WIDTH, _HEIGHT = 6.4, 3.8  # inches, of a panel
 _MARGINS = {"left": 0.8, "right": 0.15, "bottom": 0.55, "top": 0.35, "between": 0.95}  # inches
 
@@ -33,13 +32,13 @@ class Explorer:
     draw: `draw(axes, **values)` paints on empty axes (an array of them if `panels` > 1); its result is ignored.
     panels: number of panels, side by side. sliders: one for each parameter of `draw`, by its form:
 
-    - `(low, high, start)`: whole numbers if all three are, else a hundred steps; `(low, high, start, "log")`;
+    - `(low, high, start)`: whole numbers if all three are; `(low, high, start, "log")`, logarithmic;
     - `True` or `False`: a tick-box;
     - a list: a choice, which starts at its first entry.
 
-    `explorer.sliders["tau"].value = 0.3` redraws, as moving the slider does; `explorer.digest` has the figure's numbers.
-    An error of `draw` at the start is raised; one after a slider has moved is shown in the digest, below the last
-    picture. Raises UserError for a slider of another form.
+    `explorer.sliders["tau"].value = 0.3` redraws, as moving the slider does (a live page may then round the value to a
+    step of its slider); `explorer.digest` has the figure's numbers. An error of `draw` at the start is raised; one after
+    a slider has moved is shown in the digest, below the last picture. Raises UserError for a slider of another form.
     """
 
     def __init__(self, draw: Callable[..., Any], panels: int = 1, /, **sliders: Any) -> None:
@@ -69,15 +68,14 @@ class Explorer:
 
     def _redraw(self) -> None:
         figure = self.figure()
-        values = ", ".join(f"{name} = {_text(value)}" for name, value in self.values.items())
-        self.png, self.digest = _png(figure), f"{values}\n{plots.digest(figure)}"
+        self.png, self.digest = _png(figure), f"{_text(self.values)}\n{plots.digest(figure)}"
 
     def _moved(self, change: Any) -> None:
         try:
             self._redraw()
         except Exception as error:  # raised in a slider's callback it would end in a log that nobody sees
-            values = ", ".join(f"{name} = {_text(value)}" for name, value in self.values.items())
-            self.digest = f"{values}\nnot drawn (the picture is the last that was): {type(error).__name__}: {error}"
+            self.digest = (f"{_text(self.values)}\n"
+                           f"not drawn (the picture is the last that was): {type(error).__name__}: {error}")
         if self._box is not None:
             self._image.value, self._lines.value = self.png, _pre(self.digest)
 
@@ -91,7 +89,8 @@ class Explorer:
             sliders = list(self.sliders.values())
             boxes = [s for s in sliders if isinstance(s, ipywidgets.Checkbox)]
             row = ipywidgets.HBox(boxes, layout={"flex_flow": "row wrap"})
-            self._image = ipywidgets.Image(value=self.png, format="png", layout={"max_width": "100%"})
+            unstretched = {"max_width": "100%", "align_self": "flex-start", "margin": "0"}
+            self._image = ipywidgets.Image(value=self.png, format="png", layout=unstretched)
             self._image.add_class("sage-explorer-picture")
             self._lines = ipywidgets.HTML(_pre(self.digest))
             others = [s for s in sliders if s not in boxes]
@@ -142,12 +141,22 @@ def _slider(name: str, spec: Any) -> Any:
         return w.Dropdown(options=spec, value=start, **label)
     low, high = spec[:2]
     label["layout"] = {"width": "28em", "max_width": "100%"}
-    if len(spec) == 4:
-        return w.FloatLogSlider(value=start, base=10, min=math.log10(low), max=math.log10(high),
-                                step=1 / _STEPS_A_DECADE, readout_format=".3g", **label)
     if all(isinstance(v, int) for v in spec):
         return w.IntSlider(value=start, min=low, max=high, **label)
-    return w.FloatSlider(value=start, min=low, max=high, step=(high - low) / _STEPS, readout_format=".3g", **label)
+    label["readout_format"] = ".3g"
+    if len(spec) == 4:
+        low, high = math.log10(low), math.log10(high)
+        return w.FloatLogSlider(value=start, min=low, max=high, step=_step(low, high, math.log10(start)), **label)
+    return w.FloatSlider(value=start, min=low, max=high, step=_step(low, high, start), **label)
+
+
+def _step(low: float, high: float, start: float) -> float:
+    """About 1/60 of the way, such that `start` is a whole number of steps from `low`.
+
+    A page moves a value that is not back to the nearest step, and the figure would not be the one that was asked for.
+    """
+    step = (high - low) / _STEPS
+    return (start - low) / max(1, round((start - low) / step)) if start > low else step
 
 
 def _start(name: str, spec: Any) -> Any:
@@ -164,8 +173,15 @@ def _start(name: str, spec: Any) -> Any:
                     f"\"log\" and low > 0, True or False, or a list of choices; got {spec!r}")
 
 
-def _text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _text(values: dict[str, Any]) -> str:
+    """The values on one line; of the tick-boxes those that are ticked."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            parts += [name] if value else []
+        else:
+            parts.append(f"{name} = {value:.3g}" if isinstance(value, float) else f"{name} = {value}")
+    return ", ".join(parts)
 
 
 def _pre(text: str) -> str:

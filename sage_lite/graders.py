@@ -1,7 +1,7 @@
 """The process in which other people's graders run: math-verify and reasoning-gym. Started and spoken to by ``bounded``.
 
-Reads one JSON list a line, ``[seconds, job, *arguments]``, and answers with ``{"value": …}`` or ``{"error": …}``, until its input ends. It
-is run as a file and imports nothing of ``sage_lite``.
+Reads one JSON list a line, ``[seconds, job, *arguments]``, and answers with ``{"value": …}`` or ``{"error": …}``,
+until its input ends. It is run as a file and imports nothing of ``sage_lite``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ EVALUATING = {"eval", "exec", "parse_expr", "sympify"}  # run their argument as 
 def math_equal(gold: str, answer: str) -> bool:
     """Whether two answers in LaTeX, without dollars, are the same mathematics to math-verify.
 
-    Only its LaTeX parser is used, which builds its tree from a grammar: its parser for plain expressions goes through ``eval``.
+    Only its LaTeX parser is used, which builds its tree from a grammar: its parser for plain expressions goes through
+    ``eval``.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -63,23 +64,26 @@ def _dataset(name: str, config: str):
     return reasoning_gym.create_dataset(name, **json.loads(config))
 
 
+@lru_cache(maxsize=100_000)
+def _entry(name: str, config: str, index: int) -> dict:
+    return _dataset(name, config)[index]
+
+
 def gym_rows(name: str, config: str) -> list[dict]:
-    """The entries of a data set: ``question``, ``answer``, ``metadata`` (what JSON cannot hold is written as text).
+    """The entries of a data set: ``question``, ``answer`` (``None`` if it has none) and ``metadata``, in JSON.
 
     Its scorer is tried on its own answer first, so that a scorer that cannot work is found here and not in training.
     """
     dataset = _dataset(name, config)
-    rows = [dict(dataset[i]) for i in range(len(dataset))]
-    dataset.score_answer(rows[0]["answer"], rows[0])
+    rows = [_entry(name, config, i) for i in range(len(dataset))]
+    dataset.score_answer(rows[0]["answer"] or "", rows[0])
     return rows
 
 
 def gym_score(name: str, config: str, index: int, answer: str) -> float | None:
     """The data set's own score of an answer to its entry ``index``; 0.0 if the scorer cannot read the answer."""
-    dataset = _dataset(name, config)
-    entry = dataset[index]
     try:
-        score = dataset.score_answer(answer, entry)
+        score = _dataset(name, config).score_answer(answer, _entry(name, config, index))
     except Exception:
         return 0.0
     return None if score is None else float(score)
@@ -89,11 +93,13 @@ JOBS = {job.__name__: job for job in (math_equal, gym_names, gym_evaluates, gym_
 
 
 def run(seconds: float, job: str, *arguments: object) -> object:
-    """A job's result. Beyond ``seconds`` of computing, imports not counted, the process ends, also within one long C call.
+    """A job's result. Beyond ``seconds`` of computing, preparations not counted, the process ends, even inside a C call.
 
     Computing time, not time by the clock: on a busy machine the same answers get the same rewards.
     """
     importlib.import_module("math_verify" if job == "math_equal" else "reasoning_gym")
+    if job == "gym_score":
+        _entry(*arguments[:3])  # after a restart it is generated anew, which may take long
     if not hasattr(signal, "setitimer"):  # Windows: only the time by the clock that ``bounded`` allows
         return JOBS[job](*arguments)
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -129,6 +129,9 @@ def _panel(axes: Axes, points: int, digits: int) -> list[str]:
     for bars in axes.containers:
         if heights := [bar.get_height() for bar in bars if hasattr(bar, "get_height")]:
             lines.append(f"  {_label(bars, 'bars')}: " + ", ".join(_text(heights, digits)))
+    for steps in axes.patches:
+        if hasattr(steps, "get_data"):  # axes.stairs
+            lines.append(f"  {_label(steps, 'steps')}: " + ", ".join(_text(steps.get_data().values, digits)))
     for dots in axes.collections:
         offsets = np.ma.filled(np.ma.asarray(dots.get_offsets(), dtype=float), np.nan)
         if len(offsets) > 1:

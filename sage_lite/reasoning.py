@@ -18,11 +18,11 @@ _TEST_SEED = 1_000_000  # data sets draw entry i from seed + i: closer seeds wou
 def gym_rows(name: str, size: int, test_size: int, seed: int, **config: object) -> tuple[list[dict], list[dict]]:
     """``(train, test)`` of a reasoning-gym data set; test is generated with another seed, without the prompts of train.
 
-    A row: ``question``, ``answer``, ``metadata`` as reasoning-gym gives them, and ``origin``, from which its scorer finds the entry again.
-    ``config``: the data set's own options.
+    A row: ``question``, ``answer`` (``None`` if it has none), ``metadata`` as reasoning-gym gives them, and
+    ``origin``, from which its scorer finds the entry again. ``config``: the data set's own options.
 
-    Raises ``UserError`` for an unknown name or option, for too few different prompts, and for data sets whose scorer would run a
-    model's answer as Python.
+    Raises ``UserError`` for an unknown name or option, for too few different prompts, and for data sets whose scorer
+    might run a model's answer as Python.
     """
     names = _ask("gym_names")
     if name not in names:
@@ -35,31 +35,34 @@ def gym_rows(name: str, size: int, test_size: int, seed: int, **config: object) 
         evaluates = _ask("gym_evaluates", name)
         if evaluates:
             raise UserError(
-                f"reasoning_gym:{name} is refused: the file of its scorer calls {', '.join(evaluates)}, which can run a "
-                "model's answer as Python"
+                f"reasoning_gym:{name} is refused: the file of its scorer calls {', '.join(evaluates)}, which can run "
+                "a model's answer as Python"
             )
     if not 1 <= size <= _TEST_SEED or not 0 <= test_size <= _TEST_SEED:
-        raise UserError(f"size must lie in 1..{_TEST_SEED} and test_size in 0..{_TEST_SEED}, not {size} and {test_size}")
+        raise UserError(f"size must be 1 to {_TEST_SEED}, and test_size 0 to {_TEST_SEED}, not {size} and {test_size}")
     train = _distinct(_generate(name, size, seed, config), set())
     test = _distinct(_generate(name, test_size, seed + _TEST_SEED, config), {row["question"] for row in train})
     if test_size and not test:
-        raise UserError(f"reasoning_gym:{name} has too few different prompts: all {test_size} of the test stand in the training part of {size}; lower size")
+        raise UserError(
+            f"reasoning_gym:{name}: all {test_size} test prompts stand among the {size} to train on; lower size"
+        )
     return train, test
 
 
 def gym_score(name: str, completion: str, row: dict) -> float | None:
     """The data set's own score of a completion, between 0.0 and 1.0; Countdown by ``rewards.countdown``.
 
-    The answer is what stands in ``<answer>…</answer>``, else the last line, or all of the text where the data set's own answer has
-    several lines. An answer that the scorer cannot read, that takes it more than 2 seconds of computing or that has over
-    ``MAX_ANSWER`` characters scores 0.
+    The answer is what stands in ``<answer>…</answer>``, else the last line, or all of the text where the data set's
+    own answer is not one line. An answer that the scorer cannot read, that takes it more than 2 seconds of computing
+    or that has over ``MAX_ANSWER`` characters scores 0.
     """
     if name == "countdown":
         return rewards.countdown(completion, row["metadata"]["numbers"], row["metadata"]["target"])
     text = without_thinking(completion)
     answer = tagged(text)
     if answer is None:
-        answer = text.strip() if "\n" in row["answer"].strip() else last_line(text)
+        one_line = row["answer"] is not None and "\n" not in row["answer"].strip()
+        answer = last_line(text) if one_line else text.strip()
     if len(answer) > MAX_ANSWER:
         return 0.0
     try:

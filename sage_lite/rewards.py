@@ -1,7 +1,7 @@
 """Rewards: a completion in, a number out.
 
-Exact rewards are 0.0 or 1.0. All read only the answer part of a completion (``sage_lite.answers``), and all have a bounded
-cost whatever a model writes.
+Exact rewards are 0.0 or 1.0. All read only the answer part of a completion (``sage_lite.answers``), and all have a
+bounded cost whatever a model writes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,27 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from sage_lite import countdown as arithmetic
-from sage_lite.answers import MAX_ANSWER, MAX_COMPLETION, bare, maths_answer, plain_number, plain_text, short_answer, without_thinking
-from sage_lite.bounded import GraderError, GraderTimeout, ask
+from sage_lite.answers import (
+    MAX_ANSWER,
+    MAX_COMPLETION,
+    bare,
+    maths_answer,
+    plain_number,
+    plain_text,
+    short_answer,
+    without_thinking,
+)
+from sage_lite.bounded import GraderTimeout, ask
 from sage_lite.errors import UserError
 
 
 def countdown(completion: str, nums: Sequence[int], target: int) -> float:
     """1.0 if the answer is an expression that uses each of ``nums`` exactly once and equals ``target``, else 0.0.
 
-    The answer (``answers.short_answer``) may hold plain integers, ``+ - * /`` (also ``× ÷ −``), parentheses and spaces, and
-    may end in ``= target`` (an integer, which must be the target). Not accepted: a sign before a number or a parenthesis
-    (``-3+5``: the number given is 3, not −3), points, leading zeros, ``**``, ``//``, implied products, words. Arithmetic is
-    exact; a division by zero scores 0.
+    The answer (``answers.short_answer``) may hold plain integers, ``+ - * /`` (also ``× ÷ −``), parentheses and
+    spaces, and may end in ``= target`` (an integer, which must be the target). Not accepted: a sign before a number
+    or a parenthesis (``-3+5``: the number given is 3, not −3), points, leading zeros, ``**``, ``//``, implied
+    products, words. Arithmetic is exact; a division by zero scores 0.
 
     Raises ``UserError`` if the completion is not a string, or ``nums`` and ``target`` are not whole numbers.
     """
@@ -57,9 +66,10 @@ def _whole(values: Sequence[int]) -> list[int]:
 def math_exact(completion: str, answer: str) -> float:
     """1.0 if the mathematical answer in a completion equals ``answer``, else 0.0.
 
-    What counts as the answer: ``answers.maths_answer``. Plain numbers, units and thousands commas aside, are compared as exact
-    fractions and words as text; everything else by math-verify, for at most 2 seconds of computing (``bounded``): what takes longer is not equal. ``answer`` is the gold answer alone:
-    a number, or LaTeX with or without dollars or a box.
+    What counts as the answer: ``answers.maths_answer``. Plain numbers, units and thousands commas aside, are compared
+    as exact fractions and words as text; everything else by math-verify, for at most 2 seconds of computing
+    (``bounded``): what takes longer is not equal. ``answer`` is the gold answer alone: a number, or LaTeX with or
+    without dollars or a box.
 
     Raises ``UserError`` if the completion is not a string or ``answer`` is empty.
     """
@@ -89,7 +99,7 @@ def _same_mathematics(gold: str, answer: str) -> bool:
 
 
 def gsm8k_gold(answer: str) -> str:
-    """The final answer of a GSM8K solution: what follows the last ``####``, without commas. ``UserError`` if nothing does."""
+    """The final answer of a GSM8K solution: what follows the last ``####``, no commas. ``UserError`` if nothing."""
     _, mark, gold = answer.rpartition("####")
     if not mark or not gold.strip():
         raise UserError(f"a GSM8K answer ends in '#### number'; this one does not: ...{answer[-80:]!r}")
@@ -108,8 +118,8 @@ def words(text: str) -> list[str]:
 def similarity(completion: str, reference: str) -> float:
     """0.6 SQuAD-F1 + 0.4 ROUGE-L-F1 of a completion and a reference solution, between 0.0 and 1.0.
 
-    Both on ``words``; thinking is removed on both sides, ``<answer>`` tags are not counted as words. If one side has no words,
-    1.0 if the other has none either, else 0.0. Raises ``UserError`` if either is not a string.
+    Both on ``words``; thinking is removed on both sides, ``<answer>`` tags are not counted as words. If one side has
+    no words, 1.0 if the other has none either, else 0.0. Raises ``UserError`` if either is not a string.
     """
     ours, theirs = (words(re.sub("</?answer>", " ", without_thinking(text))) for text in (completion, reference))
     if not ours or not theirs:
@@ -120,9 +130,10 @@ def similarity(completion: str, reference: str) -> float:
 
 
 def _common_subsequence(ours: list[str], theirs: list[str]) -> int:
-    """The length of the longest common subsequence, a row of the usual table at a time as the bits of one integer.
+    """The length of the longest common subsequence.
 
-    Hyyrö (2004): a 0 bit marks a column at which the row's value rises. The same number as rouge-score's, which fills the table cell by cell.
+    A row of the usual table is one integer, a 0 bit marking a column at which the value rises (Hyyrö 2004). The same
+    number as rouge-score's, which fills the table cell by cell: minutes for a batch of long solutions.
     """
     places: dict[str, int] = {}
     for i, word in enumerate(theirs):
@@ -137,9 +148,9 @@ def _common_subsequence(ours: list[str], theirs: list[str]) -> int:
 def format_reward(completion: str, template_opened_think: bool = False) -> float:
     """1.0 if a completion is ``<think>…</think><answer>…</answer>``, each tag once and both parts not blank, else 0.0.
 
-    White space may stand before, between and after the two parts, other text not. With ``template_opened_think`` the chat
-    template has put ``<think>`` at the end of the prompt, so that the completion need not begin with it.
-    Raises ``UserError`` if the completion is not a string.
+    White space may stand before, between and after the two parts, other text not. With ``template_opened_think`` the
+    chat template has put ``<think>`` at the end of the prompt, so that the completion need not begin with it. Raises
+    ``UserError`` if the completion is not a string.
     """
     if not isinstance(completion, str):
         raise UserError(f"a completion must be a string, not {type(completion).__name__}: {completion!r:.80}")
@@ -166,9 +177,9 @@ def score_all(
 ) -> tuple[list[float | None], int, str | None]:
     """Scores rollouts one by one: ``(rewards, number failed, first failure's traceback or None)``.
 
-    A rollout for which ``score_fn(completion, row)`` raises, or returns ``None`` or a number that is not finite, gets the reward
-    ``None`` and is counted: it costs itself, not the run. Raises ``UserError`` with the first traceback if all fail, or if
-    ``completions`` and ``rows`` differ in length.
+    A rollout for which ``score_fn(completion, row)`` raises, or returns ``None`` or a number that is not finite, gets
+    the reward ``None`` and is counted: it costs itself, not the run. Raises ``UserError`` with the first traceback if
+    all fail, or if ``completions`` and ``rows`` differ in length.
     """
     if len(completions) != len(rows):
         raise UserError(f"{len(completions)} completions for {len(rows)} rows; give one row a completion")

@@ -88,7 +88,7 @@ class progress_bar:
     def __init__(self, name: str, first: int, steps: int, show: bool) -> None:
         from tqdm.auto import tqdm
 
-        self.bar = tqdm(total=steps, initial=first, desc=name, disable=not show, dynamic_ncols=True)
+        self.bar = tqdm(total=steps, initial=first, desc=name, disable=not show, dynamic_ncols=True, mininterval=0.5)
 
     def __enter__(self) -> progress_bar:
         return self

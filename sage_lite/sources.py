@@ -15,18 +15,22 @@ Columns = Mapping[str, str]  # our field -> the data set's column
 Convert = Callable[[dict], dict]  # checks one row and returns ours; ValueError says what is wrong with it
 
 
-def read(data: str | Path | Sequence[dict], config: str | None, alternatives: Sequence[Columns], convert: Convert) -> dict[str, list[dict]]:
-    """Reads, checks and converts rows: ``{"train": rows, "test": rows}`` where the split is official, else ``{"all": rows}``.
+def read(
+    data: str | Path | Sequence[dict], config: str | None, alternatives: Sequence[Columns], convert: Convert
+) -> dict[str, list[dict]]:
+    """Reads, checks and converts rows: ``{"train": …, "test": …}`` where the split is official, else ``{"all": …}``.
 
-    ``data``: an existing file (JSONL, JSON, Parquet); a folder with ``train*`` and ``test*`` files; a hub id ``owner/name`` (with
-    ``config``); or a list of dicts. The first of ``alternatives`` whose columns are all there is used; ``convert`` gets a dict
-    with its fields. Raises ``UserError`` for anything missing or malformed, naming the file and line, or the row.
+    ``data``: an existing file (JSONL, JSON, Parquet); a folder with ``train*`` and ``test*`` files; a hub id
+    ``owner/name`` (with ``config``); or a list of dicts. The first of ``alternatives`` whose columns are all there is
+    used; ``convert`` gets a dict with its fields. Raises ``UserError`` for anything missing or malformed, naming the
+    file and line, or the row.
     """
     if isinstance(data, (str, Path)):
         path = Path(data).expanduser()
         if path.is_dir():
-            parts = {part: _folder_file(path, part) for part in ("train", "test")}
-            return {part: _file(file, alternatives, convert) for part, file in parts.items() if file is not None}
+            files = {part: _folder_file(path, part) for part in ("train", "test")}
+            parts = {part: _file(file, alternatives, convert) for part, file in files.items() if file is not None}
+            return parts if "test" in parts else {"all": parts["train"]}
         if path.exists():
             return {"all": _file(path, alternatives, convert)}
         if path.suffix.lower() in SUFFIXES:
@@ -45,7 +49,7 @@ def read(data: str | Path | Sequence[dict], config: str | None, alternatives: Se
 def _folder_file(folder: Path, part: str) -> Path | None:
     files = sorted(file for file in folder.iterdir() if file.stem.startswith(part) and file.suffix.lower() in SUFFIXES)
     if len(files) > 1:
-        raise UserError(f"{folder} holds several {part} files ({', '.join(file.name for file in files)}); name one of them")
+        raise UserError(f"{folder} holds several {part} files: name one of {', '.join(file.name for file in files)}")
     if not files and part == "test" and _folder_file(folder, "train") is None:
         raise UserError(f"{folder} holds no file named train… or test… with the ending {', '.join(SUFFIXES)}")
     return files[0] if files else None
@@ -96,13 +100,16 @@ def _hub(name: str, config: str | None, alternatives: Sequence[Columns], convert
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"could not load {name!r} from the hub: {reason} (without a network, give a local file, or no data for the offline stand-in)"
+            f"could not load {name!r} from the hub: {reason} (without a network, give a local file, "
+            "or leave data out for generated problems)"
         ) from error
     tables = {}
     for part, table in loaded.items():
         columns = _match(table.column_names, f"{name} ({part})", alternatives)
         rows = enumerate(table.select_columns(sorted(set(columns.values()))))
-        tables[part] = _convert(rows, f"{name} ({part}), row {{}}".format, table.column_names, name, alternatives, convert)
+        tables[part] = _convert(
+            rows, f"{name} ({part}), row {{}}".format, table.column_names, name, alternatives, convert
+        )
     test = tables.get("test", tables.get("validation"))
     if test is None:
         return {"all": [row for rows in tables.values() for row in rows]}
@@ -152,11 +159,13 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def hold_out(rows: Sequence[dict], key: Callable[[dict], Hashable], test_size: int | None, seed: int) -> tuple[list[dict], list[dict]]:
-    """Shuffles rows by a digest of ``seed`` and ``key(row)`` and holds out ``test_size`` distinct keys: ``(train, test)``.
+def hold_out(
+    rows: Sequence[dict], key: Callable[[dict], Hashable], test_size: int | None, seed: int
+) -> tuple[list[dict], list[dict]]:
+    """Shuffles rows by a digest of ``seed`` and ``key(row)``; holds out ``test_size`` distinct keys: ``(train, test)``.
 
-    Rows with an equal key (the same problem twice) never stand on both sides; the test part has one row a key. ``None``
-    holds out a fifth, at most 400. Raises ``UserError`` if nothing would be left to train on.
+    Rows with an equal key (the same problem twice) never stand on both sides; the test part has one row a key.
+    ``None`` holds out a fifth, at most 400. Raises ``UserError`` if nothing would be left to train on.
     """
     problems: dict[Hashable, list[dict]] = {}
     for row in rows:

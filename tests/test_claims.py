@@ -179,16 +179,16 @@ def test_table_shows_each_row_once():
         "- **proved**: shown exactly: in symbols, in fractions or by listing every case",
         "- **not tried**: not looked at yet",
         "", "**S**", "", "| claim | claimed | status | seen here | cell |", "|---|---|---|---|---|",
-        r"| it holds | \|A\| ≤ 1 | proved | 0.5 ± 0.1. why | [01](notebooks/01_a.ipynb) `claim-x` |",
+        r"| it holds | \|A\| ≤ 1 | proved | 0.5 ± 0.1. Why | [01](notebooks/01_a.ipynb) `claim-x` |",
         "", "**T**", "", "| claim | claimed | status | seen here | cell |", "|---|---|---|---|---|",
         "| open |  | not tried |  |  |",
     ]  # fmt: skip
 
 
 def test_put_table_replaces_what_stands_between_the_markers():
-    readme = f"# Title\n{claims.BEGIN}\nold\n{claims.END}\nend\n"
+    readme = f"# Title\n{claims.BEGIN}\nstale\n{claims.END}\nend\n"
     once = claims.put_table(readme, [claims.Claim(**ROW)])
-    assert "old" not in once and once.startswith("# Title\n") and once.endswith(f"{claims.END}\nend\n")
+    assert "stale" not in once and once.startswith("# Title\n") and once.endswith(f"{claims.END}\nend\n")
     assert claims.put_table(once, [claims.Claim(**ROW)]) == once
 
 

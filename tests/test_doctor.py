@@ -107,12 +107,12 @@ def two_notebooks(monkeypatch, tmp_path):
 def test_modes_without_a_gpu(monkeypatch, two_notebooks):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     modes = doctor.notebook_modes()
-    assert modes["01_weighting_curve"] == "CPU: whole"
-    start = "CPU: every cell, with the embedded model (a CUDA GPU with 12 GiB adds:"
+    assert modes["01_weighting_curve"] == "runs whole on the CPU"
+    start = "runs on the CPU with the embedded model; a CUDA GPU with 12 GiB runs Qwen2.5-1.5B"
     assert modes["05_qwen25_lora_4bit"].startswith(start)
 
 
-@pytest.mark.parametrize(("gib", "mode"), [(15, "GPU: Qwen2.5-1.5B"), (8, "CPU: every cell")])
+@pytest.mark.parametrize(("gib", "mode"), [(15, "runs on the GPU: Qwen2.5-1.5B"), (8, "runs on the CPU")])
 def test_modes_follow_the_gpu_memory(monkeypatch, two_notebooks, gib, mode):
     fake_gpu(monkeypatch, gib=gib)
     assert doctor.notebook_modes()["05_qwen25_lora_4bit"].startswith(mode)
@@ -123,7 +123,7 @@ def test_banner_names_only_the_open_notebook(monkeypatch, two_notebooks):
     assert "01_weighting_curve" in doctor.notebook_banner() and "05_qwen25" in doctor.notebook_banner()
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/course/01_weighting_curve.ipynb")
     banner = doctor.notebook_banner()
-    assert banner.splitlines()[-1] == "01_weighting_curve: CPU: whole"
+    assert banner.splitlines()[-1] == "01_weighting_curve: runs whole on the CPU"
     assert "05_qwen25" not in banner and "/home/ann" not in banner
 
 

@@ -72,12 +72,12 @@ def test_evaluate_greedy_and_the_same_numbers_for_the_same_seed():
         evaluate(small_policy(), task, [])
 
 
-def _norms_written_out(policy, out, rewards, function):
+def _norms_written_out(policy, out, group, rewards, function):
     """|| (1/M) sum A grad log pi || of one group, by one plain backward pass."""
-    values, total = function(rewards), 0.0
-    for tokens, live, a in zip(out.completions, out.mask, values):
-        tokens = tokens[live]
-        logits = policy.model(torch.tensor([out.prompts[0] + tokens.tolist()])).logits[0, len(out.prompts[0]) - 1 : -1]
+    values, total, prompt = function(rewards), 0.0, out.prompts[group]
+    for row, a in zip((out.group == group).nonzero().flatten(), values):
+        tokens = out.completions[row][out.mask[row]]
+        logits = policy.model(torch.tensor([prompt + tokens.tolist()])).logits[0, len(prompt) - 1 : -1]
         total = total + a * logits.log_softmax(-1).gather(-1, tokens[:, None]).sum()
     grads = torch.autograd.grad(total / len(values), [p for _, p in policy.trainable()])
     return torch.cat([g.flatten() for g in grads]).norm().item()
@@ -97,12 +97,12 @@ def test_budget_norms_equal_the_definition(graded):
         policy, task, task.train[:3], functions, group_size=5, seed=4, pass_rate=np.array([0.1, 0.5, 0.95])
     )
     generator = torch.Generator().manual_seed(4)
+    prompts = policy.encode([task.prompt(row, "short") for row in task.train[:3]])
+    out = sample(policy, prompts, 5, max_new_tokens=6, generator=generator)
+    rewards = torch.tensor([score(t, None) for t in out.texts]).view(3, 5)
     for i in range(3):
-        prompts = policy.encode([task.prompt(task.train[i], "short")])
-        out = sample(policy, prompts, 5, max_new_tokens=6, generator=generator)
-        rewards = torch.tensor([score(t, None) for t in out.texts])
         for name, function in functions.items():
-            expected = _norms_written_out(policy, out, rewards, function)
+            expected = _norms_written_out(policy, out, i, rewards[i], function)
             assert found.norms[name][i, 0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import time
@@ -39,7 +40,7 @@ def test_static_view_is_a_picture_and_its_numbers(frontend):
     explorer = Explorer(line, slope=(0.1, 10.0, 2.0, "log"), shown=True)
     bundle = explorer._repr_mimebundle_()
     assert bundle["text/plain"] == repr(explorer) == explorer.digest
-    assert explorer.digest == "slope = 2, shown = True\ny by x\n  line: (0, 0), (1, 2)"
+    assert explorer.digest == "slope = 2, shown\ny by x\n  line: (0, 0), (1, 2)"
     assert bundle["image/png"] == explorer.png and size(explorer.png) == (512, 304)
     assert (WIDGET_VIEW in bundle) == (frontend == "ipywidgets")
 
@@ -89,9 +90,22 @@ def test_kinds_of_sliders():
                                "mixed": 0.5}  # fmt: skip
     assert explorer.sliders["sage"].description == "SAGE"  # a method has the name it has in every legend
     log = explorer.sliders["log"]
-    assert (log.min, log.max) == (-2.0, 1.0) and 0 < log.step <= 0.1
+    assert (log.min, log.max) == (-2.0, 1.0)
     log.value = 1e3
     assert log.value == 10.0  # kept within its ends
+
+
+@pytest.mark.parametrize("spec", [
+    (0.01, 10.0, 0.3, "log"), (0.01, 10.0, 10.0, "log"), (0.01, 10.0, 0.01, "log"), (0.05, 0.5, 0.2), (0.0, 1.0, 0.999),
+    (0.0, 1.0, 0.001),
+])  # fmt: skip
+def test_the_start_is_on_a_step_so_that_a_page_leaves_it_alone(spec):
+    """A page rounds what is between two steps: low + n * step (or high)."""
+    slider = Explorer(line, slope=spec).sliders["slope"]
+    start = math.log10(slider.value) if spec[-1] == "log" else slider.value
+    steps = (start - slider.min) / slider.step
+    assert steps == pytest.approx(round(steps), abs=1e-9)
+    assert 40 <= (slider.max - slider.min) / slider.step <= 1001
 
 
 @pytest.mark.parametrize("spec", [
@@ -183,7 +197,7 @@ def test_notebook_stores_pictures_not_widgets(notebook):
 
 @pytest.mark.parametrize("saved_live", [False, True], ids=["as committed", "saved from a live notebook"])
 def test_html_export_shows_the_picture(notebook, saved_live):
-    """A notebook saved by Jupyter still names the widget; without its state the export must fall back to the picture."""
+    """A notebook saved by Jupyter names the widget, without its state: the export must fall back to the picture."""
     nbconvert = pytest.importorskip("nbconvert")
     copy = nbformat.from_dict(notebook)
     copy.cells = [cell for cell in copy.cells if cell.id in EXPLORERS]

@@ -11,7 +11,6 @@ from sage_lite import advantages, theory
 from sage_lite.errors import UserError
 from sage_lite.exercises import NotYet, agree, exercise, expect
 
-
 # --- 01.1 -----------------------------------------------------------------------------------------------------------
 
 
@@ -121,8 +120,8 @@ def _c_itself(group_size, floor):
 
 @exercise(
     "01.3", "How warm may tau be?", difficulty=2, minutes=10, solution=_warmest_tau,
-    wrong=[(_c_itself, "this is c"), (_off_by_one, "w(1) is"), (lambda m, floor: 1 / _warmest_tau(m, floor), "this is 1/tau"),
-           (lambda m, floor: 0.1, "w(1) is")],
+    wrong=[(_c_itself, "this is c"), (lambda m, floor: 1 / _warmest_tau(m, floor), "this is 1/tau"),
+           (_off_by_one, "w(1) is"), (lambda m, floor: 0.1, "w(1) is")],
 )  # fmt: skip
 def _check_warmest_tau(answer):
     cases = [(8, 0.5), (16, 0.9), (4, 0.95), (64, 0.99)]
