@@ -21,8 +21,8 @@ _COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _PLAIN = re.compile(
-    r"[$€£]?\s*(?P<sign>[-+]?)\s*[$€£]?\s*(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<point>\.\d+)?"
-    r"(?:\s*/\s*(?P<below>\d+))?(?P<unit>(?:\s+[A-Za-z]{2,})*)"
+    r"[$€£]? ?(?P<sign>[-+]?) ?[$€£]? ?(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<point>\.\d+)?"
+    r"(?: ?/ ?(?P<below>\d+))?(?P<unit>(?: [A-Za-z]{2,})*)"
 )
 _NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "or", "and", "sqrt", "half", "to"}
 
@@ -140,7 +140,7 @@ def plain_number(text: str) -> Fraction | None:
     million", lists.
     """
     text = _TEXT.sub(r" \1", text).replace(r"\$", "$").replace(r"\!", "").replace("{,}", ",").replace("−", "-")
-    match = _PLAIN.fullmatch(text.strip())
+    match = _PLAIN.fullmatch(" ".join(text.split()))
     if not match or not (match["whole"] or match["point"]) or _NO_UNITS & set(match["unit"].lower().split()):
         return None
     if match["below"] and not match["below"].strip("0"):

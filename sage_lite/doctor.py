@@ -38,7 +38,7 @@ NOTEBOOKS = {
     "02_one_line_advantage": Notebook(),
     "03_scalar_rewards": Notebook(),
     "04_countdown_on_a_laptop": Notebook("runs whole on the CPU, with the embedded model"),
-    "05_qwen25_lora_4bit": Notebook("runs on the CPU with the embedded model", "Qwen2.5-1.5B, LoRA on 4-bit weights", 12),
+    "05_qwen25_lora_4bit": Notebook("runs on the CPU with the embedded model", "Qwen2.5-1.5B in 4-bit with LoRA", 12),
     "07_imagenet_check": Notebook("runs on the CPU with images of three digits", "ResNet-50 on an ImageNet subset", 12),
 }
 

@@ -93,7 +93,7 @@ JOBS = {job.__name__: job for job in (math_equal, gym_names, gym_evaluates, gym_
 
 
 def run(seconds: float, job: str, *arguments: object) -> object:
-    """A job's result. Beyond ``seconds`` of computing, preparations not counted, the process ends, even inside a C call.
+    """A job's result. Beyond ``seconds`` of computing, preparations aside, the process ends, even inside a C call.
 
     Computing time, not time by the clock: on a busy machine the same answers get the same rewards.
     """

@@ -3,9 +3,13 @@ chunks."""
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from sage_lite.losses import chunked_logprobs
+
+WORTH = 512  # padding tokens: about what one more pass through the decoder costs, on a CPU as on a GPU
 
 
 def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,42 +50,67 @@ def completion_logprobs(
     width = max(int(mask.sum(-1).max()) if mask.numel() else 0, 1)
     tokens, live = completions[:, :width], mask[:, :width]
     tokens = torch.where(live, tokens, torch.full_like(tokens, pad_id))
-    back = None
-    if share_prompts:
-        rows, back = torch.unique(
-            torch.cat([group[:, None], live.sum(-1, keepdim=True), tokens], 1), dim=0, return_inverse=True
-        )
-        group, tokens = rows[:, 0], rows[:, 2:]
-        live = torch.arange(width, device=tokens.device) < rows[:, 1:2]
-    hidden = (_hidden_shared if share_prompts else _hidden_plain)(causal_lm, prompts, tokens, live, group, pad_id)
-    flat = chunked_logprobs(
-        hidden[live], causal_lm.get_output_embeddings(), tokens[live], temperature=temperature, chunk=chunk
-    )
-    out = torch.zeros(live.shape, dtype=torch.float32, device=tokens.device).masked_scatter(live, flat)
-    out = out if back is None else out[back]
+    head, out = causal_lm.get_output_embeddings(), torch.zeros(live.shape, device=tokens.device)
+    if not share_prompts:
+        hidden = _hidden_plain(causal_lm, prompts, tokens, live, group, pad_id)
+        flat = chunked_logprobs(hidden[live], head, tokens[live], temperature=temperature, chunk=chunk)
+        return torch.nn.functional.pad(out.masked_scatter(live, flat), (0, completions.shape[1] - width))
+    keys = torch.cat([group[:, None], live.sum(-1, keepdim=True), tokens], 1)
+    rows, back = torch.unique(keys, dim=0, return_inverse=True)
+    group, lengths, tokens = rows[:, 0], rows[:, 1], rows[:, 2:]
+    hidden, live = _hidden_shared(causal_lm, prompts, tokens, lengths, group, pad_id)
+    flat = chunked_logprobs(hidden, head, tokens[live], temperature=temperature, chunk=chunk)
+    out = torch.zeros(live.shape, device=tokens.device).masked_scatter(live, flat)[back]
     return torch.nn.functional.pad(out, (0, completions.shape[1] - width))
 
 
-def _hidden_shared(causal_lm, prompts, tokens, live, group, pad_id) -> torch.Tensor:
-    """[n, T, d]: the hidden state that predicts each completion token, prompts computed once."""
+def length_buckets(lengths: torch.Tensor, worth: int = WORTH) -> list[torch.Tensor]:
+    """Indices of rows of like length, longest first: a cut is made where it saves at least `worth` padding tokens."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ordered, cuts, width = lengths[order].tolist(), [0], None
+    for i, length in enumerate(ordered):
+        width = length if width is None else width
+        if (width - length) * (len(ordered) - i) >= worth:
+            cuts.append(i)
+            width = length
+    return [order[a:b] for a, b in zip(cuts, [*cuts[1:], len(ordered)])]
+
+
+def _hidden_shared(causal_lm, prompts, tokens, lengths, group, pad_id) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states [n, d] that predict the live completion tokens, and which those are, [N, T]; prompts once."""
     decoder = causal_lm.get_decoder()
     used, group = torch.unique(group, return_inverse=True)
     ids, prompt_mask = left_pad([prompts[i] for i in used.tolist()], pad_id, tokens.device)
     out = decoder(input_ids=ids, attention_mask=prompt_mask, position_ids=positions(prompt_mask), use_cache=True)
-    first = out.last_hidden_state[group, -1:]
-    if tokens.shape[1] == 1:
-        return first
-    cache = out.past_key_values
-    cache.batch_select_indices(group)
-    full = torch.cat([prompt_mask[group], live[:, :-1].to(prompt_mask.dtype)], 1)
-    rest = decoder(
-        input_ids=tokens[:, :-1],
-        attention_mask=full,
-        past_key_values=cache,
-        use_cache=True,
-        position_ids=positions(full)[:, ids.shape[1] :],
-    )
-    return torch.cat([first, rest.last_hidden_state], 1)
+    live = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    pieces, where = [], []
+    for rows in length_buckets(lengths):
+        width = int(lengths[rows[0]])
+        hidden = out.last_hidden_state[group[rows], -1:]
+        if width > 1:
+            cache = _copy(out.past_key_values)
+            cache.batch_select_indices(group[rows])
+            full = torch.cat([prompt_mask[group[rows]], live[rows, : width - 1].to(prompt_mask.dtype)], 1)
+            rest = decoder(
+                input_ids=tokens[rows, : width - 1], attention_mask=full, past_key_values=cache, use_cache=True,
+                position_ids=positions(full)[:, ids.shape[1] :],
+            )  # fmt: skip
+            hidden = torch.cat([hidden, rest.last_hidden_state], 1)
+        keep = live[rows, :width]
+        pieces.append(hidden[keep[:, : hidden.shape[1]]])
+        where.append(rows[:, None].expand_as(keep)[keep] * tokens.shape[1] + keep.nonzero()[:, 1])
+    order = torch.argsort(torch.cat(where))  # back into the order of tokens[live]
+    return torch.cat(pieces)[order], live
+
+
+def _copy(cache):
+    """The same keys and values in a cache of its own, so that selecting rows leaves the prompts' cache as it is."""
+    new = copy.copy(cache)
+    if hasattr(cache, "layers"):
+        new.layers = [copy.copy(layer) for layer in cache.layers]
+    else:  # transformers before 4.54
+        new.key_cache, new.value_cache = list(cache.key_cache), list(cache.value_cache)
+    return new
 
 
 def _hidden_plain(causal_lm, prompts, tokens, live, group, pad_id) -> torch.Tensor:

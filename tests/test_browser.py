@@ -69,7 +69,7 @@ def jupyterlab(tmp_path):
            "JUPYTERLAB_SETTINGS_DIR": settings, "IPYTHONDIR": tmp_path / "ipython", "PYTHONPATH": ROOT}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
                f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=",
-               f"--ServerApp.root_dir={work}", "--LabApp.extension_manager=readonly",
+               f"--ServerApp.root_dir={work}", "--LabApp.extension_manager=readonly", "--LabApp.expose_app_in_browser=True",
                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
     log = tmp_path / "jupyterlab.log"
     with log.open("w") as file:
@@ -105,7 +105,9 @@ def test_the_tau_slider_moves_the_picture_and_its_numbers(jupyterlab, chromium, 
     page.set_default_timeout(120_000)  # of one step; a busy machine takes its time to start a kernel
     page.route(ELSEWHERE, lambda route: route.abort())
     page.goto(f"{jupyterlab}/lab/tree/{NOTEBOOK}")
-    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(state="attached")
+    # Cells that are run before the page is connected to the kernel are dropped without a word.
+    kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
+    page.wait_for_function(f"() => {kernel}?.connectionStatus == 'connected' && {kernel}.status == 'idle'")
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from small_models import small_policy
 
+from sage_lite import logprobs
 from sage_lite.errors import UserError
-from sage_lite.logprobs import completion_logprobs, left_pad, positions
+from sage_lite.logprobs import completion_logprobs, left_pad, length_buckets, positions
 from sage_lite.rollout import completion_mask, sample
 
 EOS = 7
@@ -129,9 +130,20 @@ def _reference_logprobs(policy, rollouts, temperature):
     return out
 
 
+@pytest.mark.parametrize("worth", [1, 5, 10**9])
+def test_length_buckets_hold_every_row_once_longest_first(worth):
+    lengths = torch.tensor([3, 9, 1, 9, 4, 3])
+    buckets = length_buckets(lengths, worth)
+    assert sorted(torch.cat(buckets).tolist()) == list(range(6))
+    assert all(lengths[b[0]] == lengths[b].max() for b in buckets)
+    assert len(buckets) == {1: 4, 5: 2, 10**9: 1}[worth]
+
+
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_gradient_equal_the_plain_ones(policy, share, temperature):
+@pytest.mark.parametrize("worth", [1, 10**9])
+def test_logprobs_and_gradient_equal_the_plain_ones(policy, share, temperature, worth, monkeypatch):
+    monkeypatch.setattr(logprobs, "length_buckets", lambda lengths: length_buckets(lengths, worth))
     prompts = policy.encode(["1 2 3 = 6", "12", "9 9 9 = 27 and more"])
     rollouts = sample(policy, prompts, 6, max_new_tokens=5, generator=torch.Generator().manual_seed(1))
     weights = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2)) * rollouts.mask
