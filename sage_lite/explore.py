@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from sage_lite import plots
 from sage_lite.errors import UserError
 
@@ -36,9 +38,10 @@ class Explorer:
     - `True` or `False`: a tick-box;
     - a list: a choice, which starts at its first entry.
 
-    `explorer.sliders["tau"].value = 0.3` redraws, as moving the slider does (a live page may then round the value to a
-    step of its slider); `explorer.digest` has the figure's numbers. An error of `draw` at the start is raised; one after
-    a slider has moved is shown in the digest, below the last picture. Raises UserError for a slider of another form.
+    `explorer.sliders["tau"].value = 0.3` redraws, as moving the slider does (a live page may then round the value to
+    a step of its slider); `explorer.digest` has the figure's numbers. An error of `draw` at the start is raised; one
+    after a slider has moved is shown in the digest, below the last picture that was drawn. Raises UserError for a
+    slider of another form.
     """
 
     def __init__(self, draw: Callable[..., Any], panels: int = 1, /, **sliders: Any) -> None:
@@ -47,6 +50,8 @@ class Explorer:
         self._redraw()
         for slider in self.sliders.values():
             slider.observe(self._moved, names="value")
+            if hasattr(slider, "tooltip"):
+                slider.tooltip = slider.description  # without one, ipywidgets 8 shows "null" under the mouse
 
     @property
     def values(self) -> dict[str, Any]:
@@ -198,11 +203,6 @@ def _png(figure: Any) -> bytes:
     figure.dpi = 80
     canvas, buffer = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()
-    Image.fromarray(_rgb(canvas.buffer_rgba())).save(buffer, "png", compress_level=1)
+    pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])  # the background is opaque
+    Image.fromarray(pixels).save(buffer, "png", compress_level=1)
     return buffer.getvalue()
-
-
-def _rgb(rgba: Any) -> Any:
-    import numpy as np
-
-    return np.ascontiguousarray(np.asarray(rgba)[..., :3])

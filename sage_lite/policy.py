@@ -159,6 +159,8 @@ def load_policy(
     policy = Policy(model, tokenizer, source, eos_ids=_eos_ids(tokenizer, model, source))
     if keep_reference and adapter is not None:
         model.load_adapter(str(path), adapter_name="reference", is_trainable=False)
+        model.set_adapter("default")  # older PEFT leaves the first adapter frozen after loading a second
+        _freeze_adapter(model, "reference")
         policy.reference_adapter = "reference"
     elif keep_reference and not policy.is_adapter:
         policy.reference_model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -235,6 +237,10 @@ def _load(cls, source: Any, **kwargs):
     except OSError as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"could not load {source} as a model: {first}") from error
+    except (RuntimeError, ImportError) as error:
+        if "quantization_config" not in kwargs:
+            raise
+        raise UserError(f"4-bit loading does not work here, use four_bit=False: {error}") from error
 
 
 @contextlib.contextmanager

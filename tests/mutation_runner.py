@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from pathlib import Path
 
 import nbformat
@@ -168,7 +167,6 @@ def main(jobs: list[dict]) -> None:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
     torch.set_num_threads(1)
-    warnings.simplefilter("default")  # as in a kernel, whatever a test runner did to this process' filters
     assert "sage_lite" not in sys.modules
     os.chdir(ROOT / "notebooks")
     running: dict[int, tuple[dict, int]] = {}

@@ -101,7 +101,7 @@ def test_bounds_of_length_depth_and_digits():
 
 
 def test_solutions_are_all_right_and_none_is_missing():
-    """Every solution is right, and every right expression among all ordered fillings of the five three-number shapes is there."""
+    """Every solution is right, and every right filling of the shapes of three numbers is among them."""
     shapes = ["{}{}{}{}{}", "({}{}{}){}{}", "{}{}({}{}{})"]
     for nums, target in [((3, 5, 7), 22), ((3, 5, 7), 56), ((2, 2, 4), 8), ((1, 1, 1), 1), ((1, 6, 8), 48)]:
         found = set(countdown.solutions(nums, target))

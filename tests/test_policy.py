@@ -105,7 +105,10 @@ def test_four_bit_needs_and_gets_an_adapter(folder):
     with pytest.raises(UserError, match="lora"):
         load_policy(folder, four_bit=True, device="cpu")
     pytest.importorskip("bitsandbytes")
-    policy = load_policy(data_path("tiny_qwen2"), four_bit=True, lora=4, device="cpu")
+    try:
+        policy = load_policy(data_path("tiny_qwen2"), four_bit=True, lora=4, device="cpu")
+    except UserError as error:
+        pytest.skip(f"no 4-bit on this CPU: {error}")  # transformers before 4.56
     kinds = {type(m).__name__ for m in policy.model.modules()}
     assert "Linear4bit" in kinds
     logits = policy.model(torch.tensor([[3, 20, 21, 22]])).logits

@@ -193,7 +193,7 @@ def test_only_the_newest_checkpoints_stay_and_hold_no_pickle(tmp_path):
     kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-000006", "step-000008"]
     kinds = {p.suffix for p in (tmp_path / "checkpoints" / "step-000008").iterdir()}
-    assert kinds <= {".json", ".safetensors", ".jinja"}
+    assert kinds <= {".json", ".safetensors", ".jinja", ".txt"}
 
 
 def test_lora_run_resumes_too(tmp_path):

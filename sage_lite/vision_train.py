@@ -1,0 +1,235 @@
+"""Train a classifier on sampled labels: the loop, its presets and its command.
+
+    python -m sage_lite.vision_train --method sage --tau 0.2 --rollouts 1024
+    python -m sage_lite.vision_train --method reinforce sage --seed 0 1 2 --record runs.jsonl
+    python -m sage_lite.vision_train --preset imagenet --data FOLDER --out runs/imagenet-sage
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sage_lite import advantages, checkpoint, theory, vision
+from sage_lite.device import best_dtype, pick_device
+from sage_lite.errors import UserError
+from sage_lite.runlog import MetricsFile
+from sage_lite.trainer import _prepare_folder, _stop_on_interrupt, batch_indices
+from sage_lite.vision_data import ImageSet, load_images, random_crop
+from sage_lite.vision_model import build_model
+
+PASS_K = 128
+PRESETS: dict[str, dict[str, Any]] = {
+    "digits": {},
+    # The paper's experiment: ResNet-50 from scratch, 20 epochs of SGD with 1,024 sampled labels an image.
+    "imagenet": {"data": "ILSVRC/imagenet-1k", "model": "resnet50", "size": 224, "epochs": 20, "batch_size": 256,
+                 "lr": 0.1, "warmup": 0.05, "schedule": "cosine", "crop": 0.08, "eval_every": 1000},
+    # A check that fits a laptop: few images, 64 pixels.
+    "imagenet64": {"data": "", "model": "medium", "size": 64, "epochs": 40, "batch_size": 100, "lr": 0.1,
+                   "warmup": 0.05, "schedule": "cosine", "crop": 0.5, "eval_every": 50},
+}
+
+
+@dataclass
+class VisionConfig:
+    """All of a run. The defaults are the offline experiment: 1,000 classes made of digits, a small ResNet.
+
+    method: "cross_entropy" or an advantage's name; advantage_params: its parameters. rollouts: sampled labels an image.
+    estimator: "conditional", "sampled" or "expected" (`sage_lite.vision`). match_speed: divide the loss by the batch's
+    mean p w(p), so that the update has cross-entropy's size and only the method's weighting is left.
+    data, digits, classes, limit, size: as in `vision_data.load_images`. crop: smallest share of the area that
+    `random_crop` keeps, None for no augmentation. steps: None takes `epochs`. warmup: share of the steps.
+    lr, momentum, weight_decay: SGD's. amp: automatic mixed precision, on a GPU only. eval_every: steps, 0 only at the end.
+    out: folder of the run, None leaves no file. resume: go on from its last checkpoint.
+    """
+
+    method: str = "sage"
+    advantage_params: dict[str, Any] = field(default_factory=dict)
+    rollouts: int = 1024
+    estimator: str = "conditional"
+    match_speed: bool = False
+    data: str = "digits"
+    digits: int = 3
+    classes: int | None = None
+    limit: int | None = None
+    size: int = 224
+    crop: float | None = None
+    model: str = "small"
+    steps: int | None = None
+    epochs: float = 2.4
+    batch_size: int = 128
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    warmup: float = 0.0
+    schedule: str = "constant"
+    amp: bool = True
+    device: str | None = None
+    seed: int = 0
+    eval_every: int = 0
+    out: str | None = None
+    resume: bool = False
+    checkpoint_every: int = 500
+    keep_checkpoints: int = 2
+    progress: bool = False
+
+
+@dataclass
+class VisionResult:
+    """What a run leaves in memory: the model, one dict of metrics a step, and whether Ctrl-C ended it early."""
+
+    model: torch.nn.Module
+    metrics: list[dict[str, Any]]
+    seconds: float
+    stopped_early: bool
+
+
+def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = None) -> VisionResult:
+    """Run `config`; `data`, training and test images, is used instead of loading when given.
+
+    Every step draws its batch, its crops and its labels from generators seeded with (seed, step), so that a resumed run
+    is the run that was never stopped, and two methods see the same images. Raises UserError for settings that make no
+    sense before the first step, and when the logits stop being finite.
+    """
+    table = _check(config)
+    device = pick_device(config.device)
+    data = data or load_images(config.data, size=config.size + config.size // 7 if config.crop else config.size,
+                               digits=config.digits, classes=config.classes, limit=config.limit)
+    images, test = data[0], data[1] or data[0]
+    if config.steps is None:
+        config = dataclasses.replace(config, steps=max(1, round(config.epochs * len(images) / config.batch_size)))
+    height = images.size if images.pixels is None else images.pixels.shape[2]
+    model = build_model(config.model, len(images.classes), channels=images.channels, height=height, seed=config.seed)
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum,
+                                weight_decay=config.weight_decay)
+    half = best_dtype(device) if config.amp and device.type == "cuda" else torch.float32
+    scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
+    saved, out = _Saved(model), None if config.out is None else Path(config.out)
+    first = _prepare_folder(config, out, saved, optimizer)
+    if first and (state := checkpoint.load_checkpoint(checkpoint.latest(out / "checkpoints"), saved, optimizer)):
+        scaler.load_state_dict(state["scaler"])
+    mean, std = _scale(images)
+    history, stopped, started = [], False, time.perf_counter()
+    with MetricsFile(out, first) as log, _stop_on_interrupt() as interrupted:
+        for step in range(first + 1, config.steps + 1):
+            began, generator = time.perf_counter(), torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+            index = batch_indices(len(images), config.batch_size, step - 1, config.seed)
+            pixels = (images.batch(index).to(device).float() - mean) / std
+            if config.crop:
+                pixels = random_crop(pixels, config.size, smallest=config.crop, generator=generator)
+            labels = images.labels[index].to(device)
+            rate = config.lr * schedule(config, step - 1)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            model.train()
+            with torch.autocast(device.type, half, enabled=half is not torch.float32):
+                logits = model(pixels).logits
+            draws = generator if device.type == "cpu" else torch.Generator(device).manual_seed(generator.initial_seed())
+            loss = _loss(config, table, logits, labels, draws)
+            optimizer.zero_grad(set_to_none=True)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            line = {"step": step, "lr": rate, **_numbers(logits, labels), "seconds": time.perf_counter() - began}
+            last = step == config.steps or interrupted.is_set()
+            if last or (config.eval_every and step % config.eval_every == 0):
+                line |= evaluate(model, test, mean, std, config.size if config.crop else None)
+            history.append(log.write(line))
+            if config.progress and (last or step % 10 == 0):
+                print(f"{config.method} step {step}/{config.steps}: pass rate {line['pass_rate']:.4f}", flush=True)
+            if out is not None and (last or step % config.checkpoint_every == 0):
+                state = {"scaler": scaler.state_dict()}
+                checkpoint.save_checkpoint(out / "checkpoints", step, saved, optimizer, state, config.keep_checkpoints)
+            if interrupted.is_set() and step < config.steps:
+                stopped = True
+                break
+    return VisionResult(model, history, time.perf_counter() - started, stopped)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, images: ImageSet, mean: torch.Tensor, std: torch.Tensor, size: int | None = None,
+             batch_size: int = 500) -> dict[str, float]:
+    """Top-1 accuracy, mean -log p, and exact pass@1 (mean p) and pass@128 over `images`, as "test_…"; size: middle crop.
+
+    mean, std: [C, 1, 1], the scale of the pixels that the model was trained on.
+    """
+    model.eval()
+    right, odds = [], []
+    for start in range(0, len(images), batch_size):
+        index = range(start, min(start + batch_size, len(images)))
+        pixels, labels = (images.batch(index).to(mean.device).float() - mean) / std, images.labels[index.start:index.stop]
+        if size is not None:
+            edge = (pixels.shape[-1] - size) // 2
+            pixels = pixels[..., edge:edge + size, edge:edge + size]
+        logits, labels = model(pixels).logits, labels.to(mean.device)
+        right.append(logits.argmax(-1) == labels)
+        odds.append(vision.log_odds(logits, labels).double())
+    odds = torch.cat(odds)
+    return {"test_top1": torch.cat(right).double().mean().item(), "test_loss": -F.logsigmoid(odds).mean().item(),
+            "test_pass@1": vision.pass_at(odds, 1).mean().item(),
+            f"test_pass@{PASS_K}": vision.pass_at(odds, PASS_K).mean().item()}
+
+
+def schedule(config: VisionConfig, step: int) -> float:
+    """Share of the peak learning rate at `step` (from 0): a linear warm-up, then constant or half a cosine."""
+    warm = round(config.warmup * config.steps)
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    if config.schedule == "constant":
+        return 1.0
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warm) / (config.steps - warm)))
+
+
+def _loss(config: VisionConfig, table: Any, logits: torch.Tensor, labels: torch.Tensor,
+          generator: torch.Generator) -> torch.Tensor:
+    if table is None:
+        return F.cross_entropy(logits.float(), labels)
+    loss = vision.LOSSES[config.estimator](logits, labels, config.rollouts, table, generator=generator)
+    if not config.match_speed:
+        return loss
+    pass_rate = torch.sigmoid(vision.log_odds(logits.detach(), labels)).cpu().double().numpy()
+    return loss / max(float(vision.relative_speed(table, pass_rate, config.rollouts).mean()), 1e-12)
+
+
+@torch.no_grad()
+def _numbers(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Of the training batch, before the update: mean p, mean log p and accuracy."""
+    odds = vision.log_odds(logits, labels)
+    right = (logits.argmax(-1) == labels).float().mean()
+    values = torch.stack([torch.sigmoid(odds).mean(), F.logsigmoid(odds).mean(), right]).tolist()
+    return dict(zip(("pass_rate", "log_pass", "top1"), values))
+
+
+def _scale(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of each channel, [C, 1, 1], from up to 1,000 training images spread over the set."""
+    some = images.batch(range(0, len(images), max(1, len(images) // 1000))).double()
+    return some.mean((0, 2, 3))[:, None, None].float(), some.std((0, 2, 3))[:, None, None].clamp(min=1.0).float()
+
+
+def _check(config: VisionConfig) -> theory.BinaryTable | None:
+    """The method's table of advantages, None for cross-entropy; UserError for settings that make no sense."""
+    for name in ("batch_size", "checkpoint_every", "keep_checkpoints", "steps"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise UserError(f"{name} must be >= 1, got {value}")
+    if config.schedule not in ("constant", "cosine"):
+        raise UserError(f"unknown schedule {config.schedule!r}; choose constant or cosine")
+    if config.estimator not in vision.LOSSES:
+        raise UserError(f"unknown estimator {config.estimator!r}; choose one of {', '.join(vision.LOSSES)}")
+    if not (config.lr > 0 and 0 < config.momentum < 1 and 0 <= config.warmup < 1 and config.epochs > 0):
+        raise UserError("lr and epochs must be > 0, momentum in (0, 1) and warmup in [0, 1), got "
+                        f"{config.lr}, {config.epochs}, {config.momentum} and {config.warmup}")
+    if config.resume and config.out is None:
+        raise UserError("resume needs out, the folder of the run to go on with")
+    if config.method == "cross_entropy":
+        return None
+    return theory.binary_table(advantages.get(config.method, **config.advantage_params), config.rollouts)

@@ -1,0 +1,145 @@
+"""Deliberate faults in the library, each of which a notebook cell or an exercise checker must notice.
+
+`test_mutations.py` plants them one at a time in a copy. A fault is a replacement of a text that stands once in its
+file; `first` is where it is expected to be caught (a notebook's number, or "exercises"), looked at before the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    first: str
+    file: str
+    old: str
+    new: str
+
+
+MUTATIONS = [
+    # -- advantages ----------------------------------------------------------------------------------------------------
+    Mutation("SAGE: sign", "02", "advantages.py", "return (gap / e.mean", "return (-gap / e.mean"),
+    Mutation("SAGE: times tau instead of divided", "02", "advantages.py",
+             "/ max(tau, torch.finfo(r.dtype).tiny)", "* max(tau, torch.finfo(r.dtype).tiny)"),
+    Mutation("SAGE: tau ignored", "02", "advantages.py", "max(tau, torch.finfo(r.dtype).tiny)", "0.1"),
+    Mutation("SAGE: M missing", "02", "advantages.py", "return (gap / e.mean(", "return (gap / e.sum("),
+    Mutation("SAGE: -1 missing", "02", "advantages.py",
+             "return (gap / e.mean(-1, keepdim=True)).clamp(-1.0, r.shape[-1] - 1.0)",
+             "return e / e.mean(-1, keepdim=True)"),
+    Mutation("SAGE: maximum not subtracted", "02", "advantages.py",
+             "x = (r - r.amax(-1, keepdim=True))", "x = r"),
+    Mutation("SAGE: exp - 1 instead of expm1", "02", "advantages.py", "x.expm1()", "x.exp() - 1"),
+    Mutation("baseline missing", "01", "advantages.py", "return d - d.mean(-1, keepdim=True)", "return r"),
+    Mutation("baseline of the batch, not of the group", "01", "advantages.py",
+             "return d - d.mean(-1, keepdim=True)", "return d - d.mean()"),
+    Mutation("equal rewards leave rounding noise", "02", "advantages.py",
+             "d = r - r.amax(-1, keepdim=True)\n", "d = r\n"),
+    Mutation("GRPO: ddof swapped", "02", "advantages.py", "d.shape[-1] - ddof, 1", "d.shape[-1] - 1 + ddof, 1"),
+    Mutation("GRPO: std without the root", "01", "advantages.py", "- ddof, 1)).sqrt()", "- ddof, 1))"),
+    Mutation("GRPO: eps ignored", "04", "advantages.py", "d / (std + eps)", "d / std"),
+    Mutation("RLOO: factor upside down", "01", "advantages.py",
+             "(d.shape[-1] / max(d.shape[-1] - 1, 1))", "(max(d.shape[-1] - 1, 1) / d.shape[-1])"),
+    Mutation("REINFORCE: baseline added", "01", "advantages.py",
+             '- number("baseline", baseline)', '+ number("baseline", baseline)'),
+    Mutation("MaxRL: maximum for the mean", "01", "advantages.py",
+             "mean = r.mean(-1, keepdim=True)", "mean = r.amax(-1, keepdim=True)"),
+    Mutation("Sign: a failure gets 0", "01", "advantages.py", "return 2.0 * reward_groups(rewards) - 1.0",
+             "return reward_groups(rewards)"),
+    Mutation("F-GRPO: successes for failures", "01", "advantages.py",
+             "failure_share = (1.0 - r).mean", "failure_share = r.mean"),
+    Mutation("F-GRPO: gamma a factor, not the exponent", "01", "advantages.py",
+             "failure_share**gamma *", "failure_share * gamma *"),
+    Mutation("a missing reward counts as 0", "02", "advantages.py",
+             "live = [i for i in members if i not in missing]", "live = members"),
+    Mutation("two draws of a prompt may be one group", "02", "advantages.py",
+             "group_size is not None and len(members) != group_size", "False"),
+    Mutation("ids per rollout accepted", "02", "advantages.py", "len(groups) == len(ids):", "len(groups) > len(ids):"),
+    Mutation("gradient through the advantage", "02", "checks.py",
+             "torch.as_tensor(rewards).detach()", "torch.as_tensor(rewards)"),
+    # -- theory --------------------------------------------------------------------------------------------------------
+    Mutation("table: k off by one", "01", "theory.py", "np.arange(m) < k[:, None]", "np.arange(m) <= k[:, None]"),
+    Mutation("w(p): failure taken at s + 1", "01", "theory.py", "- self.failure[:-1]", "- self.failure[1:]"),
+    Mutation("h(p): off by one", "01", "theory.py",
+             "np.append(0.0, table.gain.cumsum())", "table.gain.cumsum()"),
+    Mutation("binomial coefficient missing", "01", "theory.py", "n - k, log_choose])", "n - k, 0 * log_choose])"),
+    Mutation("mean |A|: shares swapped", "01", "theory.py",
+             "share * abs(table.success) + (1 - share) *", "(1 - share) * abs(table.success) + share *"),
+    Mutation("degenerate groups: all-failure ones forgotten", "01", "theory.py",
+             "(p**m + (1.0 - p) ** m)", "(p**m)"),
+    Mutation("gradient proxy without 1 - p", "01", "theory.py", "2.0 * p * (1.0 - p) *", "2.0 * p *"),
+    Mutation("pseudo-count: M / c instead of M / (c - 1)", "01", "closed_forms.py",
+             "* q / one_minus_q", "* q"),
+    Mutation("Delta_s: M for M - 1", "01", "closed_forms.py", "(q * (m - 1) + s * d) /", "(q * m + s * d) /"),
+    Mutation("sample size: q not squared", "03", "scalar.py", "1.0 / q.square().sum(-1)", "1.0 / q.sum(-1)"),
+    Mutation("Gaussian log-MGF: half missing", "03", "scalar.py", "at_least=0.0) / tau) ** 2 / 2.0",
+             "at_least=0.0) / tau) ** 2"),
+    Mutation("levels: orders of the others not counted", "03", "scalar.py",
+             "log_ways = gammaln(m) - gammaln(counts + 1.0).sum(-1)", "log_ways = 0.0 * counts.sum(-1)"),
+    Mutation("cross partials: sign of one", "03", "categorical.py",
+             "return corner(0, 1) - corner(0, 2)", "return corner(0, 2) - corner(0, 1)"),
+    Mutation("pairs: the other rollout's advantage", "03", "categorical.py", "[..., 0].double()", "[..., 1].double()"),
+    # -- the loss ------------------------------------------------------------------------------------------------------
+    Mutation("loss: sign", "02", "losses.py", "loss = -(per_token * weight)", "loss = (per_token * weight)"),
+    Mutation("clip: sides swapped", "02", "losses.py",
+             "ratio.clamp(1.0 - clip_low, 1.0 + clip_high)", "ratio.clamp(1.0 - clip_high, 1.0 + clip_low)"),
+    Mutation("clip: the larger instead of the smaller", "02", "losses.py",
+             "torch.minimum(ratio * a, bounded * a)", "torch.maximum(ratio * a, bounded * a)"),
+    Mutation("CISPO: ceiling eps instead of 1 + eps", "02", "losses.py",
+             "bounded.detach() * a", "ratio.clamp(max=clip_high).detach() * a"),
+    Mutation("CISPO: gradient through the weight", "02", "losses.py", "bounded.detach() * a", "bounded * a"),
+    Mutation("gradient through the old log-probabilities", "02", "losses.py",
+             "torch.where(live, old_logprobs.detach(),", "torch.where(live, old_logprobs,"),
+    Mutation("k3: direction", "02", "losses.py", "d = (ref_logprobs - logprobs)", "d = (logprobs - ref_logprobs)"),
+    Mutation("k3: clamped after the exponential", "02", "losses.py",
+             ".clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)\n    # expm1 keeps the digits that exp(d) - 1 would lose for the small "
+             "d of an early step.\n    return torch.expm1(d) - d",
+             "\n    return torch.expm1(d).clamp(max=4.85e8) - d"),
+    Mutation("KL rewarded instead of charged", "02", "losses.py", "per_token - beta * kl", "per_token + beta * kl"),
+    Mutation("token and sequence mean swapped", "02", "losses.py",
+             'if normalization == "sequence":\n        weight', 'if normalization == "token":\n        weight'),
+    Mutation("denominator counts dead tokens", "02", "losses.py",
+             "return max(float(live.sum()), 1.0)", "return max(float(live.numel()), 1.0)"),
+    Mutation("Dr.GRPO's constant is the batch's width", "02", "losses.py",
+             "return rollouts * max_length", "return rollouts * mask.shape[-1]"),
+    Mutation("dead positions reach the arithmetic", "02", "losses.py",
+             "torch.where(live, logprobs, torch.zeros_like(logprobs))", "logprobs"),
+    Mutation("clip share counts dead tokens", "02", "losses.py", "(clipped & live).sum()", "clipped.sum()"),
+    Mutation("temperature missing in log-probabilities", "02", "losses.py",
+             "lm_head(h).float() / temperature", "lm_head(h).float()"),
+    Mutation("recipe: SAGE at another tau", "02", "recipes.py", '{"tau": 0.1}', '{"tau": 1.0}'),
+    Mutation("recipe: DAPO keeps dead groups", "02", "recipes.py", "drop_dead_groups=True,", ""),
+    Mutation("recipe: an unknown name is GRPO", "02", "recipes.py",
+             "return RECIPES[name]", 'return RECIPES.get(name, RECIPES["grpo"])'),
+    # -- rollouts, measurement -----------------------------------------------------------------------------------------
+    Mutation("mask: EOS excluded", "02", "rollout.py", "(is_eos.cumsum(-1) - is_eos.long()) == 0",
+             "is_eos.cumsum(-1) == 0"),
+    Mutation("mask: one token too many", "02", "rollout.py", "- is_eos.long()) == 0", "- is_eos.long()) <= 1"),
+    Mutation("sampling: EOS not counted", "04", "rollout.py", "= step + 1\n", "= step\n"),
+    Mutation("sampling: rollouts dealt to prompts in turn", "04", "rollout.py",
+             "row = alive // group_size", "row = alive % len(prompts)"),
+    Mutation("sampling: temperature ignored", "04", "rollout.py", "logits / temperature", "logits"),
+    Mutation("rollouts scored at temperature 1", "04", "logprobs.py", "temperature=temperature, chunk", "chunk"),
+    Mutation("prompts padded on the right", "04", "logprobs.py",
+             "[pad_id] * (width - len(p)) + list(p)", "list(p) + [pad_id] * (width - len(p))"),
+    Mutation("padding attended to", "04", "logprobs.py", "[0] * (width - len(p))", "[1] * (width - len(p))"),
+    Mutation("positions count the padding", "04", "logprobs.py",
+             "(mask.cumsum(-1) - 1).clamp(min=0)", "torch.ones_like(mask).cumsum(-1) - 1"),
+    Mutation("positions start anew at the completion", "04", "logprobs.py",
+             "positions(full)[:, ids.shape[1] :]", "positions(full[:, ids.shape[1] :])"),
+    Mutation("dead groups: test inverted", "exercises", "update.py", "return low >= high", "return low < high"),
+    Mutation("dead groups: all-success ones forgotten", "exercises", "update.py",
+             "return low >= high", "return high <= 0"),
+    Mutation("pass@k with replacement", "exercises", "evaluation.py",
+             "1.0 - math.comb(n - c, k) / math.comb(n, k)", "1.0 - (1.0 - c / n) ** k"),
+    Mutation("budget: bins shifted", "exercises", "budget.py", "BINS[1:-1])", "BINS[:-1])"),
+    Mutation("budget: bins closed on the wrong side", "exercises", "budget.py", "BINS[1:-1])", "BINS[1:-1], right=True)"),
+    # -- Countdown -----------------------------------------------------------------------------------------------------
+    Mutation("Countdown: a number may be used twice", "04", "rewards.py",
+             "sorted(int(token) for token in tokens if token.isdigit()) != sorted(nums)",
+             "{int(token) for token in tokens if token.isdigit()} != set(nums)"),
+    Mutation("Countdown: floats instead of fractions", "04", "countdown.py", "return Fraction(tree)",
+             "return float(tree)"),
+    Mutation("Countdown: no precedence", "04", "countdown.py", '"*": 2, "/": 2}', '"*": 1, "/": 1}'),
+]

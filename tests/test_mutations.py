@@ -1,0 +1,69 @@
+"""Do the notebooks test the library? Faults are planted in copies of it; cells and exercise checkers must notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = ("02", "01", "exercises", "03", "04")
+CONTROL = "no fault"
+
+
+def test_the_faults_fit_the_library():
+    """Each text to be replaced stands once in its file, and the result is Python."""
+    assert len({fault.name for fault in MUTATIONS}) == len(MUTATIONS)
+    for fault in MUTATIONS:
+        source = (ROOT / "sage_lite" / fault.file).read_text(encoding="utf-8")
+        assert source.count(fault.old) == 1, f"{fault.name}: {fault.old!r} does not stand once in {fault.file}"
+        compile(source.replace(fault.old, fault.new), fault.file, "exec")
+        assert fault.first in STEPS
+
+
+def copy_library(folder: Path, fault: Mutation | None = None) -> None:
+    """A copy of the package with the fault in it, beside links to the data and the notebooks that it looks for."""
+    shutil.copytree(ROOT / "sage_lite", folder / "sage_lite", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("data", "notebooks"):
+        (folder / name).symlink_to(ROOT / name)
+    if fault is not None:
+        file = folder / "sage_lite" / fault.file
+        file.write_text(file.read_text(encoding="utf-8").replace(fault.old, fault.new), encoding="utf-8")
+
+
+@pytest.mark.mutation
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks processes that have imported torch")
+def test_every_fault_is_noticed(tmp_path, capsys):
+    jobs = []
+    for number, fault in enumerate([None, *MUTATIONS]):
+        root = tmp_path / str(number)
+        copy_library(root, fault)
+        first = [fault.first] if fault else []
+        steps = [*first, *(step for step in STEPS if step not in first)]
+        jobs.append({"name": fault.name if fault else CONTROL, "root": str(root), "steps": steps})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+
+    start = time.perf_counter()
+    command = [sys.executable, str(ROOT / "tests" / "mutation_runner.py"), str(tmp_path / "jobs.json")]
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    results = {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
+    control = results.pop(CONTROL)
+    assert not control["how"], f"without any fault: {control['where']}: {control['how']}"
+
+    with capsys.disabled():
+        print(f"\n{len(MUTATIONS)} faults in {time.perf_counter() - start:.0f} s")
+        for fault in MUTATIONS:
+            result = results[fault.name]
+            print(f"  {fault.name:48} {result['where'] or 'SURVIVED':44} {result['how']}")
+    survivors = [name for name, result in results.items() if not result["where"]]
+    assert not survivors, f"no notebook cell and no exercise noticed: {', '.join(survivors)}\n{done.stderr}"
