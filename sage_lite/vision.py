@@ -75,8 +75,8 @@ def given_successes(odds: Tensor, successes: Tensor, rollouts: int, advantage: t
 
         [K success[K] (1 - p) - (M - K) failure[K] p] / M  *  grad log-odds,
 
-    for a zero-sum advantage K success[K] / M * grad log-odds, which is K success[K] / (M (1 - p)) grad log p. Nothing is
-    divided by 1 - p, so p = 1 does no harm.
+    for a zero-sum advantage K success[K] / M * grad log-odds, which is K success[K] / (M (1 - p)) grad log p. Nothing
+    is divided by 1 - p, so p = 1 does no harm.
     """
     table = theory.binary_table(advantage, rollouts)
     success, failure = (torch.as_tensor(column).to(odds)[successes.long()] for column in table)

@@ -23,7 +23,7 @@ from sage_lite.errors import UserError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 IN_MEMORY = 2**30  # bytes of decoded pixels up to which a set is decoded once and kept
 HUB: dict[str, dict[str, Any]] = {  # what `datasets.load_dataset` is told, and whether a limit must be given
-    # Its main branch is a loading script, which datasets 4 no longer runs; the hub's own parquet copy has the same rows.
+    # Its main branch is a loading script, which datasets 4 no longer runs; the hub's parquet copy has the same rows.
     "frgfm/imagenette": {"revision": "refs/convert/parquet", "data_dir": "160px"},
     "ILSVRC/imagenet-1k": {"needs_limit": True},
 }
@@ -82,9 +82,9 @@ def load_images(data: str | Path = "digits", *, size: int = 224, digits: int = 3
 
 def digit_numbers(digits: int = 3, *, train_images: int = 16_000, test_images: int = 2_000,
                   seed: int = 0) -> tuple[ImageSet, ImageSet]:
-    """Pictures of the numbers 0 … 10^digits - 1, 8 pixels high and 8 * digits wide: scikit-learn's digits side by side.
+    """Pictures of the numbers 0 … 10^digits - 1, 8 x 8 * digits pixels: scikit-learn's digits side by side.
 
-    Each image has a class (its number) and real digits drawn at random; a fifth of the 1,797 digits serves the test
+    An image's class is its number; the digits in it are drawn at random. A fifth of the 1,797 digits serves the test
     images only. The same arguments give the same pictures on every machine.
     """
     if digits not in (1, 2, 3, 4):

@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import itertools
 import math
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from sage_lite.vision_data import ImageSet, load_images, random_crop
 from sage_lite.vision_model import build_model
 
 PASS_K = 128
+PARAMETERS: dict[str, dict[str, Any]] = {"sage": {"tau": 0.2}}  # the paper's, for this experiment
 PRESETS: dict[str, dict[str, Any]] = {
     "digits": {},
     # The paper's experiment: ResNet-50 from scratch, 20 epochs of SGD with 1,024 sampled labels an image.
@@ -43,13 +44,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 class VisionConfig:
     """All of a run. The defaults are the offline experiment: 1,000 classes made of digits, a small ResNet.
 
-    method: "cross_entropy" or an advantage's name; advantage_params: its parameters. rollouts: sampled labels an image.
+    method: "cross_entropy" or an advantage's name; advantage_params: its parameters, over PARAMETERS (SAGE's tau is 0.2
+    here). rollouts: sampled labels an image.
     estimator: "conditional", "sampled" or "expected" (`sage_lite.vision`). match_speed: divide the loss by the batch's
     mean p w(p), so that the update has cross-entropy's size and only the method's weighting is left.
     data, digits, classes, limit, size: as in `vision_data.load_images`. crop: smallest share of the area that
     `random_crop` keeps, None for no augmentation. steps: None takes `epochs`. warmup: share of the steps.
-    lr, momentum, weight_decay: SGD's. amp: automatic mixed precision, on a GPU only. eval_every: steps, 0 only at the end.
-    out: folder of the run, None leaves no file. resume: go on from its last checkpoint.
+    lr, momentum, weight_decay: SGD's. amp: automatic mixed precision, on a GPU only. eval_every: steps, 0 for only at
+    the end. out: folder of the run, None leaves no file. resume: go on from its last checkpoint.
     """
 
     method: str = "sage"
@@ -100,10 +102,9 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
     is the run that was never stopped, and two methods see the same images. Raises UserError for settings that make no
     sense before the first step, and when the logits stop being finite.
     """
-    table = _check(config)
+    advantage = _check(config)
     device = pick_device(config.device)
-    data = data or load_images(config.data, size=config.size + config.size // 7 if config.crop else config.size,
-                               digits=config.digits, classes=config.classes, limit=config.limit)
+    data = data or load_data(config)
     images, test = data[0], data[1] or data[0]
     if config.steps is None:
         config = dataclasses.replace(config, steps=max(1, round(config.epochs * len(images) / config.batch_size)))
@@ -118,16 +119,15 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
     first = _prepare_folder(config, out, saved, optimizer)
     if first and (state := checkpoint.load_checkpoint(checkpoint.latest(out / "checkpoints"), saved, optimizer)):
         scaler.load_state_dict(state["scaler"])
-    mean, std = _scale(images)
+    mean, std = (value.to(device) for value in _scale(images))
     history, stopped, started = [], False, time.perf_counter()
     with MetricsFile(out, first) as log, _stop_on_interrupt() as interrupted:
-        for step in range(first + 1, config.steps + 1):
-            began, generator = time.perf_counter(), torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-            index = batch_indices(len(images), config.batch_size, step - 1, config.seed)
-            pixels = (images.batch(index).to(device).float() - mean) / std
+        for step, pixels, labels in _batches(images, config, first):
+            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+            pixels = (pixels.to(device).float() - mean) / std
             if config.crop:
                 pixels = random_crop(pixels, config.size, smallest=config.crop, generator=generator)
-            labels = images.labels[index].to(device)
+            labels = labels.to(device)
             rate = config.lr * schedule(config, step - 1)
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -135,12 +135,12 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
             with torch.autocast(device.type, half, enabled=half is not torch.float32):
                 logits = model(pixels).logits
             draws = generator if device.type == "cpu" else torch.Generator(device).manual_seed(generator.initial_seed())
-            loss = _loss(config, table, logits, labels, draws)
+            loss = _loss(config, advantage, logits, labels, draws)
             optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            line = {"step": step, "lr": rate, **_numbers(logits, labels), "seconds": time.perf_counter() - began}
+            line = {"step": step, "lr": rate, **_numbers(logits, labels)}
             last = step == config.steps or interrupted.is_set()
             if last or (config.eval_every and step % config.eval_every == 0):
                 line |= evaluate(model, test, mean, std, config.size if config.crop else None)
@@ -156,22 +156,28 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
     return VisionResult(model, history, time.perf_counter() - started, stopped)
 
 
+def load_data(config: VisionConfig) -> tuple[ImageSet, ImageSet | None]:
+    """Training and test images of a run; those to be cropped are decoded a seventh larger (256 pixels for 224)."""
+    size = config.size + config.size // 7 if config.crop else config.size
+    return load_images(config.data, size=size, digits=config.digits, classes=config.classes, limit=config.limit)
+
+
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, images: ImageSet, mean: torch.Tensor, std: torch.Tensor, size: int | None = None,
              batch_size: int = 500) -> dict[str, float]:
-    """Top-1 accuracy, mean -log p, and exact pass@1 (mean p) and pass@128 over `images`, as "test_…"; size: middle crop.
+    """Top-1 accuracy, mean -log p, and exact pass@1 (mean p) and pass@128 over `images`, as "test_…".
 
-    mean, std: [C, 1, 1], the scale of the pixels that the model was trained on.
+    mean, std: [C, 1, 1], the scale of the pixels that the model was trained on. size: only this middle square is shown.
     """
     model.eval()
     right, odds = [], []
     for start in range(0, len(images), batch_size):
         index = range(start, min(start + batch_size, len(images)))
-        pixels, labels = (images.batch(index).to(mean.device).float() - mean) / std, images.labels[index.start:index.stop]
+        pixels = (images.batch(index).to(mean.device).float() - mean) / std
         if size is not None:
             edge = (pixels.shape[-1] - size) // 2
             pixels = pixels[..., edge:edge + size, edge:edge + size]
-        logits, labels = model(pixels).logits, labels.to(mean.device)
+        logits, labels = model(pixels).logits, images.labels[index.start:index.stop].to(mean.device)
         right.append(logits.argmax(-1) == labels)
         odds.append(vision.log_odds(logits, labels).double())
     odds = torch.cat(odds)
@@ -190,15 +196,29 @@ def schedule(config: VisionConfig, step: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - warm) / (config.steps - warm)))
 
 
-def _loss(config: VisionConfig, table: Any, logits: torch.Tensor, labels: torch.Tensor,
+def _batches(images: ImageSet, config: VisionConfig, first: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(step, pixels, labels) of each step after `first`; the next batch is decoded while this one is trained on."""
+    def load(step: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        index = batch_indices(len(images), config.batch_size, step - 1, config.seed)
+        return step, images.batch(index), images.labels[index]
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = None
+        for step in range(first + 1, config.steps + 1):
+            batch = load(step) if ahead is None else ahead.result()
+            ahead = pool.submit(load, step + 1) if step < config.steps else None
+            yield batch
+
+
+def _loss(config: VisionConfig, advantage: Any, logits: torch.Tensor, labels: torch.Tensor,
           generator: torch.Generator) -> torch.Tensor:
-    if table is None:
+    if advantage is None:
         return F.cross_entropy(logits.float(), labels)
-    loss = vision.LOSSES[config.estimator](logits, labels, config.rollouts, table, generator=generator)
+    loss = vision.LOSSES[config.estimator](logits, labels, config.rollouts, advantage, generator=generator)
     if not config.match_speed:
         return loss
     pass_rate = torch.sigmoid(vision.log_odds(logits.detach(), labels)).cpu().double().numpy()
-    return loss / max(float(vision.relative_speed(table, pass_rate, config.rollouts).mean()), 1e-12)
+    return loss / max(float(vision.relative_speed(advantage, pass_rate, config.rollouts).mean()), 1e-12)
 
 
 @torch.no_grad()
@@ -216,8 +236,11 @@ def _scale(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
     return some.mean((0, 2, 3))[:, None, None].float(), some.std((0, 2, 3))[:, None, None].clamp(min=1.0).float()
 
 
-def _check(config: VisionConfig) -> theory.BinaryTable | None:
-    """The method's table of advantages, None for cross-entropy; UserError for settings that make no sense."""
+def _check(config: VisionConfig) -> Any:
+    """The method's advantage: None for cross-entropy, else its table, or the function where labels are sampled.
+
+    Raises UserError for settings that make no sense.
+    """
     for name in ("batch_size", "checkpoint_every", "keep_checkpoints", "steps"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise UserError(f"{name} must be >= 1, got {value}")
@@ -232,4 +255,27 @@ def _check(config: VisionConfig) -> theory.BinaryTable | None:
         raise UserError("resume needs out, the folder of the run to go on with")
     if config.method == "cross_entropy":
         return None
-    return theory.binary_table(advantages.get(config.method, **config.advantage_params), config.rollouts)
+    parameters = {**PARAMETERS.get(config.method, {}), **config.advantage_params}
+    advantage = advantages.get(config.method, **parameters)
+    return advantage if config.estimator == "sampled" else theory.binary_table(advantage, config.rollouts)
+
+
+class _Saved:
+    """What `sage_lite.checkpoint` asks of a policy, for a plain model."""
+
+    is_adapter = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    def trainable(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.model.named_parameters()
+
+
+if __name__ == "__main__":
+    from sage_lite.vision_runs import main
+
+    raise SystemExit(main())

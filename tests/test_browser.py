@@ -70,7 +70,8 @@ def jupyterlab(tmp_path):
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
                f"--ServerApp.port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=",
                f"--ServerApp.root_dir={work}", "--LabApp.expose_app_in_browser=True",
-               "--LabApp.extension_manager=readonly", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
+               "--LabApp.extension_manager=readonly",
+               "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]  # fmt: skip
     log = tmp_path / "jupyterlab.log"
     with log.open("w") as file:
         server = subprocess.Popen(command, env=os.environ | {k: str(v) for k, v in own.items()}, cwd=work,

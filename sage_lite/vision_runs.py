@@ -1,0 +1,156 @@
+"""Recorded runs of the classifier experiment: the command that makes them, and what a notebook asks of them.
+
+A record is one JSON line a run: what was run (settings, seed, command, versions, kind of hardware), its curve, and the
+test numbers at its end. Curves are means over windows of WINDOW steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+
+import sage_lite
+from sage_lite import theory, vision
+from sage_lite.device import pick_device
+from sage_lite.errors import UserError
+from sage_lite.evaluation import Interval
+from sage_lite.runlog import read_lines
+from sage_lite.vision_train import PRESETS, VisionConfig, VisionResult, load_data, train
+
+WINDOW = 5
+LEFT = 10.0  # a run has left the start when its pass rate is this many times that of guessing
+_SWEPT = ("method", "rollouts", "seed")
+_NOT_RECORDED = {"out", "resume", "progress", "checkpoint_every", "keep_checkpoints", "device", "amp"}
+
+
+def curve(metrics: Sequence[dict[str, Any]], *, names: Iterable[str] = ("pass_rate", "top1")) -> dict[str, list[float]]:
+    """Metrics as means over windows: {"step": the windows' last steps, name: means}; a shorter rest is left out."""
+    windows = [metrics[i:i + WINDOW] for i in range(0, len(metrics) - WINDOW + 1, WINDOW)]
+    means = {name: [float(np.mean([line[name] for line in window])) for window in windows] for name in names}
+    return {"step": [window[-1]["step"] for window in windows],
+            **{name: [float(f"{value:.5g}") for value in values] for name, values in means.items()}}
+
+
+def leaves_at(curve: dict[str, list[float]], classes: int) -> float:
+    """The step by which the training pass rate has reached LEFT / classes; infinite if it never does."""
+    return next((step for step, p in zip(curve["step"], curve["pass_rate"]) if p >= LEFT / classes), float("inf"))
+
+
+def predicted_leave(reference: dict[str, list[float]], advantage: theory.Measurable, rollouts: int,
+                    classes: int) -> float:
+    """The step at which a method should leave the start, from the curve of a cross-entropy run.
+
+    A method's update is p w(p) times cross-entropy's, so what takes cross-entropy one step at pass rate p takes it
+    1 / (p w(p)). That is exact for small steps, no noise and the same p for all images; else it is a first guess.
+    Infinite if the reference never leaves.
+    """
+    end = leaves_at(reference, classes)
+    if end == float("inf"):
+        return end
+    p = [p for step, p in zip(reference["step"], reference["pass_rate"]) if step <= end]
+    return float((WINDOW / vision.relative_speed(advantage, p, rollouts)).sum())
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Mean over the seeds and its 95 % interval (Student's t); UserError for fewer than two values."""
+    values = np.asarray(values, dtype=np.float64)
+    if len(values) < 2:
+        raise UserError(f"an interval over seeds needs at least two runs, got {len(values)}")
+    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
+
+
+def select(records: Sequence[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:
+    """The records whose settings are these; UserError when there is none."""
+    found = [record for record in records if all(record["config"][name] == value for name, value in settings.items())]
+    if not found:
+        raise UserError(f"no recorded run with {', '.join(f'{k}={v!r}' for k, v in settings.items())}")
+    return found
+
+
+def record(config: VisionConfig, result: VisionResult, classes: int, cpu_seconds: float) -> dict[str, Any]:
+    """The record of a finished run, ready for `json.dumps`. No name of a machine, a user or a folder gets in."""
+    device = pick_device(config.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+    tests = [{"step": m["step"], **{k: round(v, 5) for k, v in m.items() if k.startswith("test_")}}
+             for m in result.metrics if "test_top1" in m]
+    return {"config": _settings(config), "steps": len(result.metrics), "classes": classes, "curve": curve(result.metrics), "tests": tests,
+            "cpu_seconds": round(cpu_seconds, 1), "hardware": name,
+            "versions": {"sage_lite": sage_lite.__version__, "torch": torch.__version__}}
+
+
+def _settings(config: VisionConfig) -> dict[str, Any]:
+    """What makes a run this run, as JSON gives it back; of a folder of images only its own name."""
+    settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_RECORDED}
+    return json.loads(json.dumps({**settings, "data": "/".join(Path(config.data).parts[-2:])}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m sage_lite.vision_train`: one run for each method, number of rollouts and seed."""
+    parser = argparse.ArgumentParser(prog="python -m sage_lite.vision_train", description="Train a classifier on "
+                                     "sampled labels: one run for each method, number of rollouts and seed.")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="digits", help="values for what is not given")
+    parser.add_argument("--record", type=Path, help="append each run to this JSONL file; those in it are skipped")
+    parser.add_argument("--tau", type=float, help="SAGE's temperature (default 0.2)")
+    for field in dataclasses.fields(VisionConfig):
+        if field.name == "advantage_params":
+            continue
+        kind = next(kind for kind in (bool, float, int, str) if kind.__name__ in str(field.type))
+        options = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        if field.name in _SWEPT:
+            options["nargs"] = "+"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
+    given = vars(parser.parse_args(argv))
+    preset, path, tau = (given.pop(name) for name in ("preset", "record", "tau"))
+    command = "python -m sage_lite.vision_train " + shlex.join(sys.argv[1:] if argv is None else argv)
+    try:
+        _run_all({**PRESETS[preset], **given}, path, tau, command)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run_all(given: dict[str, Any], path: Path | None, tau: float | None, command: str) -> None:
+    swept = {name: given.pop(name, [getattr(VisionConfig, name)]) for name in _SWEPT}
+    configs = [VisionConfig(**given, method=method, rollouts=rollouts, seed=seed,
+                            advantage_params={"tau": tau} if method == "sage" and tau else {})
+               for seed in swept["seed"] for rollouts in swept["rollouts"] for method in swept["method"]
+               if method != "cross_entropy" or rollouts == swept["rollouts"][0]]
+    if len(configs) > 1 and given.get("out"):
+        raise UserError(f"out is the folder of one run, and this is {len(configs)}: use record instead")
+    done = [] if path is None else [line["config"] for line in read_lines(path)]
+    data = load_data(configs[0])
+    for config in configs:
+        name = f"{config.method}, {config.rollouts} rollouts, seed {config.seed}"
+        if _settings(config) in done:
+            print(f"{name}: already recorded")
+            continue
+        began = time.process_time()
+        try:
+            result = train(config, data)
+        except UserError as error:  # a diverged run is a result, too; the others go on
+            print(f"{name}: {error}", flush=True)
+            if len(configs) == 1:
+                raise
+            continue
+        if result.stopped_early:
+            return
+        line = record(config, result, len(data[0].classes), time.process_time() - began)
+        end = {k.removeprefix("test_"): round(v, 4) for k, v in line["tests"][-1].items() if k.startswith("test_")}
+        print(f"{name}: leaves at {leaves_at(line['curve'], line['classes'])}, {end}", flush=True)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps({"command": command, **line}) + "\n")
