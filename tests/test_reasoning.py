@@ -96,7 +96,7 @@ def test_an_answer_the_scorer_cannot_read_scores_zero():
     assert scores == [0.0] * 3 and failed == 0
 
 
-def test_endless_scoring_is_ended(monkeypatch):
+def test_endless_scoring_is_ended():
     """A move repeated a hundred million times: minutes and gigabytes in the scorer itself."""
     task = load_task("reasoning_gym:rubiks_cube", size=1, test_size=0)
     row = task.train[0]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -47,14 +48,13 @@ def test_the_test_problems_never_change():
         {"nums": [9, 5, 9], "target": 13},
         {"nums": [9, 4, 5], "target": 31},
     ]
-    code = "from sage_lite.tasks import load_task; t = load_task('countdown'); print(t.train == t.train, t.test[:3], t.train[-1])"
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120
-        ).stdout
-        for env in ({**dict(__import__("os").environ), "PYTHONHASHSEED": seed} for seed in ("1", "2"))
-    }
-    assert printed == {f"True {task.test[:3]} {task.train[-1]}\n"}
+    code = "from sage_lite.tasks import load_task; task = load_task('countdown'); print(task.test, task.train)"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout == f"{task.test} {task.train}\n", done.stderr
 
 
 def test_a_pool_is_a_fixed_part_of_the_training_problems():
@@ -88,8 +88,8 @@ def test_countdown_from_a_file_in_the_hubs_schema(tmp_path):
     rows = [{"target": t, "nums": [n, 2, 3]} for n in range(10, 20) for t in range(10)]
     repeated = [{"target": 0, "nums": [2, 3, 10]}, *rows]  # the same problem as the first, in another order
     task = load_task("countdown", write(tmp_path / "rows.jsonl", repeated))
-    assert (len(task.train) + len(task.test), len(task.test)) in ((101, 20), (100, 20))
-    assert not set(map(problem, task.train)) & set(map(problem, task.test))
+    train, test = set(map(problem, task.train)), set(map(problem, task.test))
+    assert len(task.test) == len(test) == 20 and len(train) == 80 and not train & test
     assert str(tmp_path) in task.source
     everything = load_task("countdown", str(tmp_path / "rows.jsonl"), split="test")
     assert (len(everything.train), len(everything.test)) == (0, 101)
@@ -307,7 +307,7 @@ def test_the_real_gsm8k_folder(repository):
     [
         (
             {"name": "countdwn"},
-            "unknown task 'countdwn'; there are countdown, gsm8k, deepmath, math500 and reasoning_gym:NAME",
+            "unknown task 'countdwn'; there are countdown, .* and reasoning_gym:NAME",
         ),
         ({"name": "gym:lcm"}, "unknown task 'gym:lcm'"),
         ({"name": "countdown", "pool": 5}, "task 'countdown' has no option pool"),
