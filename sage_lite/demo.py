@@ -15,6 +15,7 @@ from sage_lite.budget import GradientBudget, gradient_budget
 from sage_lite.errors import UserError
 from sage_lite.evaluation import Evaluation, Interval, bootstrap, evaluate, pass_at_k
 from sage_lite.policy import Policy, load_policy
+from sage_lite.provenance import made_by
 from sage_lite.recipes import recipe
 from sage_lite.tasks import Task, load_task
 from sage_lite.trainer import TrainConfig, train
@@ -97,7 +98,8 @@ def _measure(
 
 def _summary(start: Measured, runs: dict[str, list[Measured]], steps: int, seeds: int) -> dict[str, Any]:
     rows = {"start": _row([start], "grpo")} | {m: _row(runs[m], m) for m in METHODS}
-    return {**rows, "steps": steps, "seeds": seeds, "group_size": 8, "batch_size": 64}
+    settings = {"steps": steps, "seeds": seeds, "group_size": 8, "batch_size": 64}
+    return {**rows, **settings, "made_by": made_by(f"sage-lite demo --steps {steps} --seeds {seeds}")}
 
 
 def _row(measured: list[Measured], own: str) -> dict[str, Any]:

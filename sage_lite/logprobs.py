@@ -3,10 +3,13 @@ chunks."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
+from typing import Iterator
 
 import torch
 
+from sage_lite.errors import UserError
+from sage_lite.kvcache import select_rows, share
 from sage_lite.losses import chunked_logprobs
 
 WORTH = 512  # padding tokens: about what one more pass through the decoder costs, on a CPU as on a GPU
@@ -88,8 +91,7 @@ def _hidden_shared(causal_lm, prompts, tokens, lengths, group, pad_id) -> tuple[
         width = int(lengths[rows[0]])
         hidden = out.last_hidden_state[group[rows], -1:]
         if width > 1:
-            cache = _copy(out.past_key_values)
-            cache.batch_select_indices(group[rows])
+            cache = select_rows(share(out.past_key_values), group[rows])
             full = torch.cat([prompt_mask[group[rows]], live[rows, : width - 1].to(prompt_mask.dtype)], 1)
             rest = decoder(
                 input_ids=tokens[rows, : width - 1], attention_mask=full, past_key_values=cache, use_cache=True,
@@ -103,16 +105,6 @@ def _hidden_shared(causal_lm, prompts, tokens, lengths, group, pad_id) -> tuple[
     return torch.cat(pieces)[order], live
 
 
-def _copy(cache):
-    """The same keys and values in a cache of its own, so that selecting rows leaves the prompts' cache as it is."""
-    new = copy.copy(cache)
-    if hasattr(cache, "layers"):
-        new.layers = [copy.copy(layer) for layer in cache.layers]
-    else:  # transformers before 4.54
-        new.key_cache, new.value_cache = list(cache.key_cache), list(cache.value_cache)
-    return new
-
-
 def _hidden_plain(causal_lm, prompts, tokens, live, group, pad_id) -> torch.Tensor:
     """[n, T, d]: the same, one whole row (prompt and completion) per rollout."""
     ids, prompt_mask = left_pad([prompts[i] for i in group.tolist()], pad_id, tokens.device)
@@ -121,3 +113,35 @@ def _hidden_plain(causal_lm, prompts, tokens, live, group, pad_id) -> torch.Tens
         input_ids=torch.cat([ids, tokens], 1), attention_mask=full, position_ids=positions(full), use_cache=False
     )
     return out.last_hidden_state[:, ids.shape[1] - 1 : -1]
+
+
+@contextlib.contextmanager
+def recomputed_activations(causal_lm: torch.nn.Module) -> Iterator[None]:
+    """Gradient checkpointing for forward and backward passes inside: each layer keeps its input and is computed again.
+
+    transformers checkpoints a layer only while its `training` is set, and a policy stays in evaluation mode, where
+    dropout is off and rho is 1 on fresh rollouts. So that flag alone is set, on the checkpointed layers and not on the
+    modules inside them; a model whose configuration asks for dropout is refused, since a layer might apply it itself.
+    Not reentrant: with frozen inputs, as under LoRA, the reentrant kind gives no gradient at all.
+    """
+    config = causal_lm.config.to_dict()
+    dropout = {k: v for k, v in config.items() if ("dropout" in k or k.endswith("pdrop")) and v}
+    if dropout:
+        name, value = next(iter(dropout.items()))
+        raise UserError(
+            f"gradient_checkpointing needs a model without dropout, and this one has {name}={value}: "
+            "set it to 0 in the model's config.json, or leave gradient_checkpointing off"
+        )
+    if not getattr(causal_lm, "supports_gradient_checkpointing", False):
+        raise UserError(f"{type(causal_lm).__name__} does not support gradient_checkpointing: leave it off")
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [m for m in causal_lm.modules() if getattr(m, "gradient_checkpointing", False)]
+    before = [m.training for m in layers]
+    for m in layers:
+        m.training = True
+    try:
+        yield
+    finally:
+        for m, training in zip(layers, before):
+            m.training = training
+        causal_lm.gradient_checkpointing_disable()

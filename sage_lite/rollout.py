@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sage_lite.errors import UserError
+from sage_lite.kvcache import select_rows
 from sage_lite.logprobs import left_pad, positions
+from sage_lite.oom import Limit
 from sage_lite.policy import Policy
+
+LOGITS = 2**25  # most logits held at a time, 128 MiB in float32: with 152k tokens in a vocabulary, those of 220 rows
 
 
 @dataclass
@@ -53,30 +57,64 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
+    rollout_batch: int | Limit | None = None,
 ) -> Rollouts:
     """Draw `group_size` independent completions of every prompt; temperature 0 takes the likeliest token (greedy).
 
     Each prompt is computed once. Then every step computes one row per *distinct* prefix, not per rollout: rollouts that
     have drawn the same tokens so far share a row, and finished ones leave. The samples are the same as with a row each.
-    generator: the source of randomness, on the policy's device. Raises UserError for empty prompts or bad settings.
+    generator: the source of randomness, on the policy's device. rollout_batch: most rollouts at a time; those of
+    prompts of like length come together, so that little is padded, and the results are in the order of the prompts. If
+    memory runs out, it is halved (`sage_lite.oom`). Raises UserError for empty prompts or bad settings.
     """
     _check(policy, prompts, group_size, max_new_tokens, temperature, top_p)
-    lm = policy.causal_lm
-    decoder, head, device = lm.get_decoder(), lm.get_output_embeddings(), policy.device
+    rows, device = len(prompts) * group_size, policy.device
+    limit = rollout_batch if isinstance(rollout_batch, Limit) else Limit("rollout_batch", rollout_batch or rows)
+    owner = torch.arange(rows) // group_size
+    by_length = torch.argsort(torch.tensor([len(p) for p in prompts])[owner], stable=True)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "generator": generator}
+    tokens = torch.full((rows, max_new_tokens), policy.pad_id, device=device)
+    length = torch.zeros(rows, dtype=torch.long, device=device)
+    finished = torch.zeros(rows, dtype=torch.bool, device=device)
+    start = 0
+    while start < rows:
+        state = None if generator is None else generator.get_state()
+
+        def draw(most: int):
+            if state is not None:
+                generator.set_state(state)
+            part = (torch.arange(rows) if most >= rows else by_length)[start : start + most]
+            used, row = torch.unique(owner[part], return_inverse=True)
+            return part, _sample([prompts[i] for i in used.tolist()], row.to(device), policy, **settings)
+
+        part, drawn = limit.run(draw, whole=rows - start)
+        start += len(part)
+        part = part.to(device)
+        tokens[part], length[part], finished[part] = drawn
+    width = int(length.max())
+    tokens, live = tokens[:, :width], torch.arange(width, device=device) < length[:, None]
+    return Rollouts(prompts, tokens, live, finished, policy.decode(tokens, live), group_size)
+
+
+def _sample(
+    prompts: list[list[int]], row: torch.Tensor, policy: Policy, *, max_new_tokens: int, temperature: float,
+    top_p: float, generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One batch: rollout i of R continues prompt row[i]. -> tokens [R, max_new_tokens], length [R], finished [R]."""
+    lm, device, rollouts = policy.causal_lm, policy.device, len(row)
+    decoder, head, vocabulary = lm.get_decoder(), lm.get_output_embeddings(), lm.config.get_text_config().vocab_size
     ids, mask = left_pad(prompts, policy.pad_id, device)
     out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=True)
-    cache, position = out.past_key_values, mask.sum(-1, keepdim=True)
+    hidden, cache, position = out.last_hidden_state[:, -1], out.past_key_values, mask.sum(-1, keepdim=True)
+    del out
 
-    rollouts = len(prompts) * group_size
     tokens = torch.full((rollouts, max_new_tokens), policy.pad_id, device=device)
     length = torch.full((rollouts,), max_new_tokens, device=device)
     finished = torch.zeros(rollouts, dtype=torch.bool, device=device)
     eos = torch.tensor(policy.eos_ids, device=device)
-    alive = torch.arange(rollouts, device=device)
-    row = alive // group_size  # the computed row that each living rollout reads
+    alive = torch.arange(rollouts, device=device)  # rollout alive[i] reads the computed row[i]
     for step in range(max_new_tokens):
-        logits = head(out.last_hidden_state[:, -1]).float()
-        drawn = _draw(logits, row, temperature, top_p, generator)
+        drawn = _next_tokens(hidden, head, row, max(1, LOGITS // vocabulary), temperature, top_p, generator)
         tokens[alive, step] = drawn
         ended = torch.isin(drawn, eos)
         length[alive[ended]] = step + 1
@@ -84,22 +122,35 @@ def sample(
         alive, row, drawn = alive[~ended], row[~ended], drawn[~ended]
         if len(alive) == 0 or step == max_new_tokens - 1:
             break
-        child, new_row = torch.unique(row * logits.shape[-1] + drawn, return_inverse=True)
-        parent, token = child // logits.shape[-1], child % logits.shape[-1]
+        child, new_row = torch.unique(row * vocabulary + drawn, return_inverse=True)
+        parent, token = child // vocabulary, child % vocabulary
         if len(parent) != len(position) or not torch.equal(parent, torch.arange(len(parent), device=device)):
-            cache.batch_select_indices(parent)
+            cache = select_rows(cache, parent)
             mask, position = mask[parent], position[parent]
         row, mask = new_row, torch.cat([mask, torch.ones_like(position)], 1)
         out = decoder(
             input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
         )
-        position = position + 1
-    width = int(length.max())
-    tokens, live = tokens[:, :width], torch.arange(width, device=device) < length[:, None]
-    return Rollouts(prompts, tokens, live, finished, policy.decode(tokens, live), group_size)
+        hidden, cache, position = out.last_hidden_state[:, -1], out.past_key_values, position + 1
+        del out
+    return tokens, length, finished
 
 
-def _draw(logits: torch.Tensor, row: torch.Tensor, temperature: float, top_p: float, generator) -> torch.Tensor:
+def _next_tokens(hidden, head, row, most: int, temperature: float, top_p: float, generator) -> torch.Tensor:
+    """The next token of each rollout, [R], with the logits of at most `most` rows at a time."""
+    if len(hidden) <= most:
+        return _draw(head(hidden).float(), row, temperature, top_p, generator, most)
+    drawn = torch.empty_like(row)
+    for start in range(0, len(hidden), most):
+        mine = (row >= start) & (row < start + most)
+        logits = head(hidden[start : start + most]).float()
+        drawn[mine] = _draw(logits, row[mine] - start, temperature, top_p, generator, most)
+    return drawn
+
+
+def _draw(
+    logits: torch.Tensor, row: torch.Tensor, temperature: float, top_p: float, generator, most: int = 2**31
+) -> torch.Tensor:
     """One token for each rollout from the distribution of the row it reads: logits [n, V], row [R] -> [R]."""
     if temperature == 0:
         return logits.argmax(-1)[row]
@@ -108,7 +159,7 @@ def _draw(logits: torch.Tensor, row: torch.Tensor, temperature: float, top_p: fl
         ordered, index = probs.sort(-1, descending=True)
         outside = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p stays in
         probs = probs.masked_fill(torch.zeros_like(outside).scatter(-1, index, outside), 0.0)
-    return torch.multinomial(probs[row], 1, generator=generator).squeeze(-1)
+    return torch.cat([torch.multinomial(probs[r], 1, generator=generator).squeeze(-1) for r in row.split(most)])
 
 
 def _check(policy, prompts, group_size, max_new_tokens, temperature, top_p) -> None:

@@ -85,7 +85,8 @@ def record(config: VisionConfig, result: VisionResult, classes: int, cpu_seconds
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     tests = [{"step": m["step"], **{k: round(v, 5) for k, v in m.items() if k.startswith("test_")}}
              for m in result.metrics if "test_top1" in m]
-    return {"config": _settings(config), "steps": len(result.metrics), "classes": classes, "curve": curve(result.metrics), "tests": tests,
+    return {"config": _settings(config), "classes": classes, "steps": len(result.metrics),
+            "curve": curve(result.metrics), "tests": tests,
             "cpu_seconds": round(cpu_seconds, 1), "hardware": name,
             "versions": {"sage_lite": sage_lite.__version__, "torch": torch.__version__}}
 
