@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import math
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 import torch
 
+from sage_lite import loading, unsloth_backend
 from sage_lite.data import data_path
 from sage_lite.device import best_dtype, pick_device
 from sage_lite.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BACKENDS = ("transformers", "unsloth", "auto")
 
 
 @dataclass
@@ -24,7 +29,7 @@ class Policy:
 
     model: a transformers model, or a PEFT model around one. source: where it came from. reference_model: a frozen copy,
     only where all weights are trained and a reference was asked for (with LoRA the reference is the model with its
-    adapter off).
+    adapter off). four_bit: whether the frozen weights are 4-bit. loss_scale: see `gradient_scale`.
     """
 
     model: torch.nn.Module
@@ -33,6 +38,8 @@ class Policy:
     reference_model: torch.nn.Module | None = None
     reference_adapter: str | None = None
     eos_ids: list[int] = field(default_factory=list)
+    four_bit: bool = False
+    loss_scale: float = 1.0
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +62,7 @@ class Policy:
     @property
     def prompt_style(self) -> str:
         """Which wording of a task's prompt the model knows: a key in its tokenizer's configuration, or "instruct"."""
-        return self.tokenizer.init_kwargs.get("prompt_style", "instruct")
+        return prompt_style(self.tokenizer)
 
     @property
     def pad_id(self) -> int:
@@ -69,13 +76,7 @@ class Policy:
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
         """Token ids of each user message inside the model's own chat template; bare text for a model that has none."""
-        if self.tokenizer.chat_template is None:
-            return [self.tokenizer(p)["input_ids"] for p in prompts]
-        chats = ([{"role": "user", "content": p}] for p in prompts)
-        # Template first, ids second: what apply_chat_template(tokenize=True) returns differs between transformers 4 and
-        # 5.
-        texts = [self.tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
-        return [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
+        return encode(self.tokenizer, prompts)
 
     def decode(self, completions: torch.Tensor, mask: torch.Tensor) -> list[str]:
         """The text of each completion, up to and without its EOS. Shapes: completions, mask [N, T]."""
@@ -97,6 +98,7 @@ class Policy:
                     self.model.set_adapter(active)
                     _freeze_adapter(self.model, self.reference_adapter)
             elif self.is_adapter:
+                _refuse_trained_biases(self.model)
                 with self.model.disable_adapter():
                     yield self.causal_lm
             else:
@@ -104,61 +106,112 @@ class Policy:
                     "all weights are trained and no reference was kept: load_policy(..., keep_reference=True)"
                 )
 
+    def gradient_scale(self, denominator: float) -> float:
+        """What the loss is multiplied by before the backward pass, and the gradient divided by after it.
+
+        1 but where activations are float16: there the gradient of a mean over many tokens is so small that it rounds to
+        0. A power of two, about the denominator of that mean; `loss_scale` halves it after every overflow.
+        """
+        if not self._float16:
+            return 1.0
+        return self.loss_scale * 2.0 ** max(0, math.floor(math.log2(denominator)))
+
+    def gradient_overflowed(self) -> None:
+        """A gradient was not finite: say so, or in float16, where that is how a scale is found, take half of it."""
+        if self._float16:
+            self.loss_scale /= 2
+        else:
+            warnings.warn("the gradient was not finite, so the model was left as it is: lower lr", stacklevel=3)
+
+    @property
+    def _float16(self) -> bool:
+        formats = {p.dtype for p in self.model.parameters()}
+        return torch.float16 in formats | {getattr(m, "compute_dtype", None) for m in self.model.modules()}
+
     def save(self, folder: str | Path) -> None:
         """Write adapter (with LoRA) or weights as safetensors, and the tokenizer, so that load_policy(folder) gives it
         back."""
         kwargs = {"selected_adapters": ["default"]} if self.is_adapter else {}
-        with _no_progress_bar():
+        with loading.no_progress_bar():
             self.model.save_pretrained(folder, safe_serialization=True, **kwargs)
         self.tokenizer.save_pretrained(folder)
+        if self.is_adapter:
+            (Path(folder) / "policy.json").write_text(json.dumps({"four_bit": self.four_bit}))
 
 
 def load_policy(
     name_or_path: str | Path | None = None,
     *,
+    adapter: str | Path | None = None,
     lora: int = 0,
     lora_alpha: int | None = None,
-    four_bit: bool = False,
+    four_bit: bool | None = None,
     dtype: str = "auto",
     device: str | torch.device | None = None,
     keep_reference: bool = False,
     seed: int = 0,
+    backend: str = "transformers",
+    train: bool = True,
 ) -> Policy:
     """Load a causal language model to sample from and to train; None gives the tiny Qwen2.5 that comes with the
     library.
 
     name_or_path: a local folder, or a hub id. A folder that holds a PEFT adapter is loaded on the base model it names,
-    and training continues with that adapter. lora: rank of a new adapter on all linear layers, 0 trains every weight.
-    four_bit: nf4 with double quantisation (bitsandbytes), needs lora. dtype: "auto" (float32 where all weights are
-    trained, else what the device does well), "float32", "bfloat16", "float16". keep_reference: keep a frozen copy of
-    the start, needed for a KL term when the start itself is trained. seed: of the adapter's random start. Raises
-    UserError: no such folder, four_bit without lora, a tokenizer without EOS.
+    and training continues with that adapter; `adapter` names such a folder to put on `name_or_path` instead.
+    lora: rank of a new adapter on all linear layers, 0 trains every weight. four_bit: nf4 with double quantisation
+    (bitsandbytes), needs an adapter to train; None: as the given adapter was trained, else no.
+    dtype: "auto" (float32 where all weights are trained, else what the device does well), "float32", "bfloat16",
+    "float16". keep_reference: keep a frozen copy of the start, needed for a KL term when the start itself is trained.
+    seed: of the adapter's random start. train: False to sample only, in the format that the device does well.
+
+    backend: "unsloth" takes Unsloth's kernels (`sage_lite.unsloth_backend`, which says what must come first); "auto"
+    takes them where they are installed, there is a GPU for them, an adapter is trained, and transformers has not been
+    imported yet. Raises UserError: no such folder, four_bit without an adapter, a tokenizer without EOS.
     """
-    path = data_path("tiny_qwen2") if name_or_path is None else name_or_path
-    source = "embedded tiny Qwen2.5" if name_or_path is None else str(name_or_path)
-    device = torch.device(device) if device is not None else pick_device()
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
-    adapter = _adapter_config(path)
+    if backend not in BACKENDS:
+        raise UserError(f"unknown backend {backend!r}; choose {', '.join(BACKENDS)}")
+    path = data_path("tiny_qwen2") if name_or_path is None else name_or_path
+    source = "embedded tiny Qwen2.5" if name_or_path is None else str(name_or_path)
+    if adapter is not None:
+        if loading.adapter_config(adapter) is None:
+            raise UserError(f"no adapter in {adapter}: a PEFT adapter's folder holds adapter_config.json")
+        base, source = path, f"{adapter} on {source}"
+    else:
+        adapter, base = (path, base_of(path)) if loading.adapter_config(path) is not None else (None, path)
+    if adapter is not None and lora:
+        raise UserError(f"{adapter} is an adapter already and goes on training; leave lora out")
+    if four_bit is None:
+        four_bit = adapter is not None and trained_four_bit(adapter)
+    if four_bit and train and not lora and adapter is None:
+        raise UserError("four_bit=True freezes the quantised weights, so there is nothing to train: add lora=16")
+    fast = unsloth_backend.use(backend, bool(lora) or adapter is not None)
+    device = torch.device(device) if device is not None else pick_device()
     if dtype != "auto":
         torch_dtype = DTYPES[dtype]
     else:  # steps of 1e-6 vanish in the rounding of 16-bit weights, so trained weights are kept in 32
-        torch_dtype = best_dtype(device) if lora or adapter is not None else torch.float32
-    if four_bit and not lora and adapter is None:
-        raise UserError("four_bit=True freezes the quantised weights, so there is nothing to train: add lora=16")
+        torch_dtype = best_dtype(device) if lora or adapter is not None or not train else torch.float32
 
-    base = path if adapter is None else (adapter["base_model_name_or_path"] or data_path("tiny_qwen2"))
-    tokenizer = _load(_tokenizer_class(), path if _has_tokenizer(path) else base)
-    model = _load_model(base, torch_dtype, device, four_bit)
+    tokenizer = loading.load_tokenizer(adapter if adapter is not None and loading.has_tokenizer(adapter) else base)
+    if fast:
+        model = unsloth_backend.load_model(base, torch_dtype, device, four_bit)
+    else:
+        model = loading.load_model(base, torch_dtype, device, four_bit)
+    if four_bit and (lora or adapter is not None):
+        model = loading.prepare_four_bit(model)
     if adapter is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, str(path), is_trainable=True)
+        model = PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif lora:
-        model = _add_lora(model, lora, lora_alpha, four_bit, seed, base if name_or_path is not None else "")
-    policy = Policy(model, tokenizer, source, eos_ids=_eos_ids(tokenizer, model, source))
+        model = (unsloth_backend if fast else loading).add_lora(model, lora, lora_alpha, seed)
+        # The embedded model's path differs from machine to machine: no base name in a saved adapter means that model.
+        model.peft_config["default"].base_model_name_or_path = "" if name_or_path is None else str(base)
+    policy = Policy(model, tokenizer, source, eos_ids=loading.eos_ids(tokenizer, model, source), four_bit=four_bit)
     if keep_reference and adapter is not None:
-        model.load_adapter(str(path), adapter_name="reference", is_trainable=False)
+        _refuse_trained_biases(model)
+        model.load_adapter(str(adapter), adapter_name="reference", is_trainable=False)
         model.set_adapter("default")  # older PEFT leaves the first adapter frozen after loading a second
         _freeze_adapter(model, "reference")
         policy.reference_adapter = "reference"
@@ -168,110 +221,46 @@ def load_policy(
     return policy
 
 
-def _load_model(base: Any, dtype: torch.dtype, device: torch.device, four_bit: bool) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    kwargs: dict[str, Any] = {_dtype_keyword(): dtype}
-    if four_bit:
-        from transformers import BitsAndBytesConfig
-
-        kwargs["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-        )
-        kwargs["device_map"] = {"": device}
-    model = _load(AutoModelForCausalLM, base, **kwargs)
-    return model if four_bit else model.to(device)
+def base_of(path: str | Path | None) -> str | Path:
+    """Where the weights of a model are: the base that an adapter's folder names, else the folder or hub id itself."""
+    found = loading.adapter_config(path)
+    if path is None or (found is not None and not found.get("base_model_name_or_path")):
+        return data_path("tiny_qwen2")
+    return path if found is None else found["base_model_name_or_path"]
 
 
-def _dtype_keyword() -> str:
-    import transformers
-    from packaging.version import Version
-
-    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
-
-
-def _add_lora(model, rank: int, alpha: int | None, four_bit: bool, seed: int, base: Any) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
-    if rank < 1:
-        raise UserError(f"lora is a rank and must be >= 1, got {rank}")
-    if four_bit:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, config)
-    # The embedded model's path differs from machine to machine: an empty base name in a saved adapter means that model.
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    return model
+def trained_four_bit(adapter: str | Path) -> bool:
+    """Whether an adapter's folder says that it was trained on 4-bit weights (`Policy.save` writes that)."""
+    file = Path(adapter) / "policy.json"
+    return file.is_file() and bool(json.loads(file.read_text()).get("four_bit"))
 
 
-def _adapter_config(path: Any) -> dict | None:
-    file = Path(path) / "adapter_config.json"
-    if not file.is_file():
-        return None
-    import json
-
-    return json.loads(file.read_text())
+def prompt_style(tokenizer: Any) -> str:
+    """Which wording of a task's prompt a model knows: a key in its tokenizer's configuration, or "instruct"."""
+    return tokenizer.init_kwargs.get("prompt_style", "instruct")
 
 
-def _has_tokenizer(path: Any) -> bool:
-    return not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").is_file()
-
-
-def _tokenizer_class():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _load(cls, source: Any, **kwargs):
-    looks_local = Path(source).is_absolute() or str(source).startswith((".", "~"))
-    if looks_local and not Path(source).expanduser().is_dir():
-        raise UserError(
-            f"no model folder at {source}: give a folder that holds config.json, or a hub id such as Qwen/Qwen2.5-1.5B"
-        )
-    try:
-        with _no_progress_bar():
-            return cls.from_pretrained(str(Path(source).expanduser()) if looks_local else str(source), **kwargs)
-    except OSError as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"could not load {source} as a model: {first}") from error
-    except (RuntimeError, ImportError) as error:
-        if "quantization_config" not in kwargs:
-            raise
-        raise UserError(f"4-bit loading does not work here, use four_bit=False: {error}") from error
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Loading takes seconds here, and its bar would stand in every notebook's output."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _eos_ids(tokenizer, model, source: str) -> list[int]:
-    """Every token that ends a completion: the tokenizer's EOS and those of the model's generation settings."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if configured is not None:
-        ids += [i for i in (configured if isinstance(configured, list) else [configured]) if i not in ids]
-    if not ids:
-        raise UserError(
-            f"the tokenizer of {source} has no EOS token, so no completion could ever end: "
-            "set eos_token in its tokenizer_config.json"
-        )
-    return ids
+def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each user message inside the tokenizer's chat template; bare text where it has none."""
+    if tokenizer.chat_template is None:
+        return [tokenizer(p)["input_ids"] for p in prompts]
+    chats = ([{"role": "user", "content": p}] for p in prompts)
+    # Template first, ids second: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
+    texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+    return [tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
 
 
 def _freeze_adapter(model, name: str) -> None:
     for n, p in model.named_parameters():
         if f".{name}." in n:
             p.requires_grad_(False)
+
+
+def _refuse_trained_biases(model) -> None:
+    """PEFT keeps no copy of a bias that it trains: with the adapter off, such a model is not its base."""
+    bias = model.peft_config["default"].bias
+    if bias != "none":
+        raise UserError(
+            f"this adapter trains biases too (bias={bias!r}), so turning it off does not give its base back, and there "
+            "is no reference for a KL term: use beta=0, or an adapter with bias='none'"
+        )

@@ -336,7 +336,8 @@ def test_names():
 def test_loading_the_embedded_task_imports_nothing_heavy():
     code = (
         "import sys; from sage_lite.tasks import load_task; load_task('countdown');"
-        "heavy = {'torch', 'datasets', 'reasoning_gym', 'math_verify', 'sympy', 'pyarrow'}; print(heavy & {*sys.modules})"
+        "heavy = {'torch', 'datasets', 'reasoning_gym', 'math_verify', 'sympy', 'pyarrow'};"
+        "print(heavy & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "set()"

@@ -1,0 +1,278 @@
+"""The classifier's loop: it learns, resumes to the same bits, evaluates exactly; its command and its records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from sage_lite import checkpoint, theory, vision, vision_train
+from sage_lite.errors import UserError
+from sage_lite.vision_data import ImageSet, digit_numbers
+from sage_lite.vision_model import MODELS, build_model
+from sage_lite.vision_runs import curve, leaves_at, main, mean_interval, predicted_leave, select
+from sage_lite.vision_train import PRESETS, VisionConfig, evaluate, load_data, schedule, train
+
+SMALL = {"digits": 1, "model": "tiny", "batch_size": 16, "lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return digit_numbers(1, train_images=200, test_images=100)
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# -- learning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["cross_entropy", "sage", "maxrl", "grpo", "rloo", "reinforce"])
+def test_ten_digits_are_learnt_by_every_method(data, method):
+    """With ten classes p starts at 1/10, and even REINFORCE moves within sixty steps."""
+    result = train(VisionConfig(method=method, rollouts=64, steps=60, **SMALL), data)
+    first, last = result.metrics[0], result.metrics[-1]
+    assert first["pass_rate"] < 0.2 and last["test_pass@1"] > 1.5 * first["pass_rate"]
+    assert last["test_top1"] > 0.3 and last["test_loss"] < math.log(10)
+
+
+@pytest.mark.parametrize("estimator", ["sampled", "expected"])
+def test_every_estimator_trains(data, estimator):
+    result = train(VisionConfig(estimator=estimator, rollouts=64, steps=60, **SMALL), data)
+    assert result.metrics[-1]["test_top1"] > 0.3
+
+
+def test_at_a_matched_size_reinforce_starts_as_cross_entropy_does(data):
+    """All p are near 1/10 at first, so the expected REINFORCE update, divided by the mean p w(p), is nearly the other."""
+    models = {}
+    for method, options in (("cross_entropy", {}), ("reinforce", {"match_speed": True, "estimator": "expected"}),
+                            ("reinforce", {"estimator": "expected"})):
+        result = train(VisionConfig(method=method, steps=1, seed=3, **options, **SMALL), data)
+        start = build_model("tiny", 10, channels=1, height=8, seed=3)
+        models[method, bool(options.get("match_speed"))] = torch.cat(
+            [(after - before).flatten() for after, before in zip(result.model.parameters(), start.parameters())])
+    ce, matched, plain = (models[key] for key in (("cross_entropy", False), ("reinforce", True), ("reinforce", False)))
+    assert 0.8 < matched.norm() / ce.norm() < 1.25
+    assert torch.cosine_similarity(matched, ce, dim=0) > 0.95
+    assert plain.norm() < 0.2 * ce.norm()
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not(data):
+    a, b, c = (train(VisionConfig(steps=3, seed=s, **SMALL), data) for s in (0, 0, 1))
+    assert a.metrics == b.metrics and a.metrics != c.metrics
+
+
+def test_a_run_does_not_touch_the_global_random_state(data):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    train(VisionConfig(steps=1, **SMALL), data)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_diverging_logits_stop_the_run_with_advice(data):
+    with pytest.raises(UserError, match="lower the learning rate"):
+        train(VisionConfig(method="sign", steps=50, **{**SMALL, "lr": 1e12}), data)
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(data, tmp_path):
+    """Crops and cosine included: what a resume could restart is a function of the step, or in the checkpoint."""
+    config = VisionConfig(steps=6, checkpoint_every=2, schedule="cosine", warmup=0.3, crop=0.5, size=8, eval_every=2,
+                          out=str(tmp_path / "whole"), **SMALL)
+    whole = train(config, data)
+    half = dataclasses.replace(config, out=str(tmp_path / "half"))
+    train(half, data)
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-000006")  # as if it had been killed after step 4
+    resumed = train(dataclasses.replace(half, resume=True), data)
+    assert [line["step"] for line in resumed.metrics] == [5, 6]
+    assert resumed.metrics == whole.metrics[4:]
+    for (name, a), b in zip(weights(whole.model).items(), weights(resumed.model).values()):
+        assert a.equal(b), name
+    lines = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("whole", "half")]
+    assert lines[0] == lines[1] and lines[0].count("\n") == 6
+
+
+def test_a_checkpoint_holds_no_pickle(data, tmp_path):
+    train(VisionConfig(steps=1, out=str(tmp_path), **SMALL), data)
+    files = {file.suffix for file in checkpoint.latest(tmp_path / "checkpoints").iterdir()}
+    assert files <= {".json", ".safetensors"}
+
+
+def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_as_another(data, tmp_path):
+    config = VisionConfig(steps=1, out=str(tmp_path), **SMALL)
+    train(config, data)
+    with pytest.raises(UserError, match="already holds a run"):
+        train(config, data)
+    with pytest.raises(UserError, match="method was 'sage'"):
+        train(dataclasses.replace(config, method="grpo", resume=True, steps=2), data)
+    with pytest.raises(UserError, match="resume needs out"):
+        train(VisionConfig(resume=True, **SMALL), data)
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"method": "sages"}, "unknown advantage 'sages'"), ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+    ({"steps": 0}, "steps"), ({"lr": 0.0}, "lr and epochs"), ({"momentum": 1.0}, "momentum in"),
+    ({"warmup": 1.0}, "warmup"), ({"schedule": "step"}, "unknown schedule 'step'"), ({"rollouts": 0}, "group_size"),
+    ({"estimator": "exact"}, "unknown estimator 'exact'"), ({"model": "vit"}, "unknown model 'vit'"),
+    ({"advantage_params": {"tau": -1}}, "tau"), ({"device": "tpu9"}, "device"), ({"data": "nothing"}, "neither"),
+])
+def test_bad_settings_are_said(change, message):
+    with pytest.raises(UserError, match=message):
+        train(VisionConfig(**{**SMALL, "steps": 1, **change}))
+
+
+def test_presets_are_the_papers_and_every_preset_is_a_config():
+    imagenet = VisionConfig(**PRESETS["imagenet"])
+    assert (imagenet.model, imagenet.epochs, imagenet.rollouts) == ("resnet50", 20, 1024)
+    assert (imagenet.lr, imagenet.momentum, imagenet.weight_decay) == (0.1, 0.9, 1e-4)
+    assert imagenet.schedule == "cosine" and imagenet.warmup > 0 and imagenet.crop == 0.08
+    for preset in PRESETS.values():
+        VisionConfig(**preset)
+    table = vision_train._check(VisionConfig())
+    assert table.gain[0] == pytest.approx(1024 / (1 + 1023 * math.exp(-5)) - 1, rel=1e-6)  # tau is 0.2
+
+
+def test_schedule_warms_up_and_falls_along_half_a_cosine():
+    config = VisionConfig(steps=100, warmup=0.1, schedule="cosine")
+    factors = [schedule(config, step) for step in range(100)]
+    assert factors[0] == pytest.approx(1 / 11) and factors[10] == 1.0 and factors[55] == pytest.approx(0.5)
+    assert factors[:11] == sorted(factors[:11]) and factors[10:] == sorted(factors[10:], reverse=True)
+    assert 0 < factors[-1] < 0.001
+    assert [schedule(dataclasses.replace(config, schedule="constant"), s) for s in (10, 99)] == [1.0, 1.0]
+
+
+def test_epochs_count_images(data):
+    assert len(train(VisionConfig(epochs=0.5, **SMALL), data).metrics) == round(0.5 * 200 / 16)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_models_have_the_sizes_of_their_names():
+    sizes = {name: sum(p.numel() for p in build_model(name, 1000).parameters()) for name in ("resnet18", "resnet50")}
+    assert sizes == {"resnet18": 11_689_512, "resnet50": 25_557_032}  # as torchvision's
+
+
+def test_small_images_keep_their_resolution_and_weights_come_from_the_seed():
+    fine, coarse = build_model("tiny", 10, channels=1, height=8), build_model("tiny", 10, channels=1, height=64)
+    x = torch.zeros(2, 1, 8, 24)
+    assert fine(x, output_hidden_states=True).hidden_states[0].shape[-2:] == (8, 24)
+    assert coarse(x, output_hidden_states=True).hidden_states[0].shape[-2:] == (2, 6)
+    a, b, c = (weights(build_model("tiny", 10, seed=s))["classifier.1.weight"] for s in (0, 0, 1))
+    assert a.equal(b) and not a.equal(c)
+    assert "tiny" in MODELS
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+class Fixed(torch.nn.Module):
+    """Logits that do not depend on the image."""
+
+    def forward(self, pixels):
+        return type("Output", (), {"logits": torch.tensor([1.0, 2.0, 0.5]).expand(len(pixels), 3)})
+
+
+def test_evaluation_is_exact_over_all_images_and_batches():
+    images = ImageSet(torch.tensor([0, 1, 1, 2]), list("abc"), torch.zeros(4, 1, 8, 8, dtype=torch.uint8))
+    found = evaluate(Fixed(), images, torch.zeros(1, 1, 1), torch.ones(1, 1, 1), batch_size=3)
+    p = torch.tensor([1.0, 2.0, 0.5]).double().softmax(-1)[images.labels]
+    assert found["test_top1"] == 0.5
+    assert found["test_loss"] == pytest.approx(-p.log().mean().item(), rel=1e-6)
+    assert found["test_pass@1"] == pytest.approx(p.mean().item(), rel=1e-6)
+    assert found["test_pass@128"] == pytest.approx((1 - (1 - p) ** 128).mean().item(), rel=1e-6)
+
+
+def test_images_in_a_folder_train_too(tmp_path):
+    from PIL import Image
+
+    for label, colour in enumerate(("red", "lime", "blue")):
+        (tmp_path / colour).mkdir()
+        for i in range(4):
+            Image.new("RGB", (40, 30), colour).save(tmp_path / colour / f"{i}.png")
+    config = VisionConfig(data=str(tmp_path), size=32, crop=0.5, model="tiny", batch_size=6, steps=25, rollouts=64)
+    assert load_data(config)[0].pixels.shape == (12, 3, 36, 36)
+    assert train(config).metrics[-1]["test_top1"] == 1.0  # no test images: measured on the training images
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_record_command_writes_each_run_once(tmp_path, capsys):
+    file = tmp_path / "runs" / "r.jsonl"
+    argv = ["--digits", "1", "--model", "tiny", "--steps", "10", "--batch-size", "16", "--rollouts", "8", "16",
+            "--method", "cross_entropy", "sage", "--seed", "0", "1", "--tau", "0.3", "--record", str(file)]
+    assert main(argv) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 6 and len(select(lines, method="sage", rollouts=16)) == 2  # cross-entropy has no rollouts
+    line = select(lines, method="sage", rollouts=8, seed=1)[0]
+    assert line["config"]["advantage_params"] == {"tau": 0.3} and line["config"]["data"] == "digits"
+    assert line["curve"]["step"] == [5, 10] and len(line["curve"]["pass_rate"]) == 2
+    assert {"test_top1", "test_loss", "test_pass@1", "test_pass@128", "step"} == set(line["tests"][-1])
+    assert line["command"].startswith("python -m sage_lite.vision_train --digits 1") and "torch" in line["versions"]
+    assert str(tmp_path.parent) not in json.dumps({k: v for k, v in line.items() if k != "command"})
+    capsys.readouterr()
+    assert main(argv) == 0  # again: nothing is run twice
+    assert capsys.readouterr().out.count("already recorded") == 6 and len(file.read_text().splitlines()) == 6
+
+
+def test_command_says_what_is_wrong_in_a_line(capsys):
+    assert main(["--digits", "7"]) == 2
+    assert re.fullmatch(r"error: digits must be .*\n", capsys.readouterr().err)
+    assert main(["--method", "sage", "grpo", "--out", "x"]) == 2
+    assert "use record" in capsys.readouterr().err
+
+
+def test_help_runs_as_a_module():
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-m", "sage_lite.vision_train", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--match-speed" in done.stdout and "--record" in done.stdout
+
+
+def test_curves_and_the_step_at_which_a_run_leaves():
+    metrics = [{"step": s, "pass_rate": 0.001 * s, "top1": 0.5} for s in range(1, 14)]
+    means = curve(metrics)
+    assert means == {"step": [5, 10], "pass_rate": [0.003, 0.008], "top1": [0.5, 0.5]}
+    assert leaves_at(means, 1250) == 10 and leaves_at(means, 1000) == math.inf
+
+
+def test_predicted_leave_is_the_reference_stretched_by_one_over_p_w():
+    reference = {"step": [5, 10, 15, 20], "pass_rate": [0.001, 0.002, 0.02, 0.5]}
+    assert predicted_leave(reference, "reinforce", 16, 1000) == pytest.approx(5 / 0.001 + 5 / 0.002 + 5 / 0.02)
+    maxrl = predicted_leave(reference, "maxrl", 4096, 1000)
+    assert maxrl == pytest.approx(sum(5 / (1 - (1 - p) ** 4095) for p in (0.001, 0.002, 0.02)))
+    assert predicted_leave({"step": [5], "pass_rate": [0.001]}, "sage", 16, 1000) == math.inf
+    table = theory.binary_table("rloo", 16)
+    assert predicted_leave(reference, table, 16, 1000) == pytest.approx(7750)
+    assert vision.relative_speed(table, 0.25, 16) == pytest.approx(0.25)
+
+
+def test_prediction_holds_for_the_noiseless_run(data):
+    """Ten classes, plain small steps of the expected loss: REINFORCE leaves when its p w(p) says, within a third."""
+    found = {}
+    for method, steps in (("cross_entropy", 60), ("reinforce", 400)):
+        config = VisionConfig(method=method, estimator="expected", steps=steps, **{**SMALL, "momentum": 0.1, "lr": 0.02})
+        found[method] = curve(train(config, data).metrics)
+    classes = 25  # leaving means 10 / 25 = 0.4
+    predicted = predicted_leave(found["cross_entropy"], "reinforce", 64, classes)
+    assert leaves_at(found["reinforce"], classes) == pytest.approx(predicted, rel=1 / 3)
+
+
+def test_interval_over_seeds():
+    found = mean_interval([0.1, 0.2, 0.3])
+    assert found.value == pytest.approx(0.2) and found.high - found.value == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
+    with pytest.raises(UserError, match="at least two"):
+        mean_interval([0.1])
