@@ -15,7 +15,6 @@ from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("02", "01", "exercises", "03", "04")
-CONTROL = "no fault"
 
 
 def test_the_faults_fit_the_library():
@@ -45,13 +44,12 @@ def copy_library(folder: Path, fault: Mutation | None = None) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks processes that have imported torch")
 def test_every_fault_is_noticed(tmp_path, capsys):
-    jobs = []
-    for number, fault in enumerate([None, *MUTATIONS]):
-        root = tmp_path / str(number)
-        copy_library(root, fault)
-        first = [fault.first] if fault else []
-        steps = [*first, *(step for step in STEPS if step not in first)]
-        jobs.append({"name": fault.name if fault else CONTROL, "root": str(root), "steps": steps})
+    copy_library(tmp_path / "control")
+    jobs = [{"name": step, "root": str(tmp_path / "control"), "steps": [step]} for step in STEPS]
+    for number, fault in enumerate(MUTATIONS):
+        copy_library(tmp_path / str(number), fault)
+        steps = [fault.first, *(step for step in STEPS if step != fault.first)]
+        jobs.append({"name": fault.name, "root": str(tmp_path / str(number)), "steps": steps})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
 
     start = time.perf_counter()
@@ -60,13 +58,13 @@ def test_every_fault_is_noticed(tmp_path, capsys):
     done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     results = {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
-    control = results.pop(CONTROL)
-    assert not control["how"], f"without any fault: {control['where']}: {control['how']}"
+    for step in STEPS:
+        assert not results[step]["how"], f"without any fault: {results[step]['where']}: {results[step]['how']}"
 
     with capsys.disabled():
         print(f"\n{len(MUTATIONS)} faults in {time.perf_counter() - start:.0f} s")
         for fault in MUTATIONS:
             result = results[fault.name]
             print(f"  {fault.name:48} {result['where'] or 'SURVIVED':44} {result['how']}")
-    survivors = [name for name, result in results.items() if not result["where"]]
+    survivors = [fault.name for fault in MUTATIONS if not results[fault.name]["where"]]
     assert not survivors, f"no notebook cell and no exercise noticed: {', '.join(survivors)}\n{done.stderr}"

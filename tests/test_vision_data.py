@@ -149,7 +149,8 @@ def test_folders_that_are_no_image_folders_say_so(folder, tmp_path):
 def rows(count, classes=4):
     import datasets
 
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("abcd")[:classes])})
+    names = datasets.ClassLabel(names=list("abcd")[:classes])
+    features = datasets.Features({"image": datasets.Image(), "label": names})
     table = {"image": [{"bytes": picture((i, 0, 0)), "path": None} for i in range(count)],
              "label": [i % classes for i in range(count)]}
     return datasets.Dataset.from_dict(table, features=features).to_iterable_dataset()
@@ -172,7 +173,8 @@ def hub(monkeypatch):
 
 def test_imagenette_is_streamed_from_the_parquet_copy(hub):
     train, test = load_images("frgfm/imagenette", size=8)
-    assert hub == [(("frgfm/imagenette",), {"streaming": True, "revision": "refs/convert/parquet", "data_dir": "160px"})]
+    options = {"streaming": True, "revision": "refs/convert/parquet", "data_dir": "160px"}
+    assert hub == [(("frgfm/imagenette",), options)]
     assert (len(train), len(test), train.classes) == (12, 6, ["a", "b", "c", "d"])
     assert train.labels.tolist() == [0, 1, 2, 3] * 3 and train.batch([5])[0, 0, 3, 3] == 5
 
