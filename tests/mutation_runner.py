@@ -5,7 +5,8 @@
 A job is a folder with a copy of `sage_lite` and the steps to take: a notebook's number, or "exercises". This process
 imports the heavy libraries once and forks a child for each job, which stops at the first thing that fails. Cells are
 run by `exec` and compared with their stored outputs as nbval does: stdout, stderr and the text form of what a cell
-shows, after the sanitiser. For each job a line of JSON is printed: name, seconds of computing, and where and how it was caught.
+shows, after the sanitiser. For each job a line of JSON is printed: name, seconds of computing, and where and how it
+was caught. An error that says that the fault itself is broken (a name that is gone) is not a catch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SANITISE = re.findall(
 )
 AT_ONCE = 2
 LIMIT = 120  # seconds of computing a job may take; what takes longer counts as not caught
+BROKEN = (NameError, AttributeError, ImportError)
 IGNORED = "# NBVAL_IGNORE_OUTPUT"
 
 
@@ -78,6 +80,8 @@ def run_notebook(path: Path) -> None:
         where = f"notebook {path.name[:2]}, cell {number} ({cell.id})"
         try:
             outputs = run_cell(cell.source, scope)
+        except BROKEN:
+            raise
         except Exception as error:
             how = "assert fails" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             raise Caught(where, how) from error
@@ -123,9 +127,9 @@ def run_job(job: dict) -> dict:
                 run_notebook(next((ROOT / "notebooks").glob(f"{step}_*.ipynb")))
     except Caught as caught:
         where, how = caught.args
-    except Exception as error:  # the copy cannot even be imported: no notebook would run
-        where, how = "import", f"{type(error).__name__}: {error}"
-    return {"where": where, "how": " ".join(how.split())[:160], "seconds": round(time.process_time(), 1)}
+    except Exception as error:
+        how = f"{type(error).__name__}: {error}"
+    return {"where": where, "how": " ".join(how.split())[:120], "seconds": round(time.process_time(), 1)}
 
 
 def start(job: dict) -> tuple[int, int]:
