@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, Iterator
 
 import torch
 
 from sage_lite.errors import UserError
+
+# On some CPUs, importing bitsandbytes (PEFT does, for any adapter) warns that an optional kernel is not installed.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def load_model(base: Any, dtype: torch.dtype, device: torch.device, four_bit: bool) -> torch.nn.Module:
@@ -47,6 +51,17 @@ def prepare_four_bit(model: torch.nn.Module) -> torch.nn.Module:
     from peft import prepare_model_for_kbit_training
 
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def evaluation_mode(model: torch.nn.Module) -> torch.nn.Module:
+    """Dropout off, in training too: rho must be 1 on fresh rollouts. Only the 4-bit layers, which have none, stay in
+    training mode: on a CPU with AVX-512-BF16, bitsandbytes repacks the others into a form that passes no gradient on.
+    """
+    model.eval()
+    for module in model.modules():
+        if type(module).__module__.startswith("bitsandbytes."):
+            module.training = True
+    return model
 
 
 def lora_config(rank: int, alpha: int | None) -> Any:
@@ -97,15 +112,15 @@ def eos_ids(tokenizer: Any, model: torch.nn.Module, source: str) -> list[int]:
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
     """Loading takes seconds here, and its bar would stand in every notebook's output."""
-    from transformers.utils import logging
+    from transformers.utils import logging as verbosity
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = verbosity.is_progress_bar_enabled()
+    verbosity.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            verbosity.enable_progress_bar()
 
 
 def _dtype_keyword() -> str:

@@ -38,6 +38,7 @@ class Needs:
     sampling: int
     gradients: int
     activations: int
+    passing: int
     logits: int
     step: int
 
@@ -53,7 +54,7 @@ class Needs:
     @property
     def training(self) -> int:
         """Peak in forward and backward pass or, if that is more, in the optimizer's step."""
-        return self.fixed + self.gradients + max(self.activations + self.logits, self.step)
+        return self.fixed + self.gradients + max(self.activations + max(self.passing, self.logits), self.step)
 
     @property
     def peak(self) -> int:
@@ -61,11 +62,17 @@ class Needs:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "reference": self.reference, "adapter": self.adapter, "Adam": self.optimizer}
-        fixed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-        return (
-            f"always {_gib(self.fixed)} ({fixed}); rollout {_gib(self.rollout)} (keys and values {_gib(self.kv_cache)}, "
-            f"logits and activations {_gib(self.sampling)}); training {_gib(self.training)} (gradients "
-            f"{_gib(self.gradients)}, activations {_gib(self.activations)}, logits {_gib(self.logits)})"
+        rows = {
+            "always": (self.fixed, {name: size for name, size in parts.items() if size}),
+            "rollout": (self.rollout, {"keys and values": self.kv_cache, "logits, activations": self.sampling}),
+            "training": (
+                self.training,
+                {"gradients": self.gradients, "activations": self.activations, "logits": self.logits},
+            ),
+        }
+        return "\n".join(
+            f"{name:<9}{_gib(size):>11}   {', '.join(f'{part} {_gib(n)}' for part, n in inside.items())}"
+            for name, (size, inside) in rows.items()
         )
 
 
@@ -121,16 +128,17 @@ def predict(
     further = (rows * length - queries) * 2 * heads * head_dim * size
     mask = rows * (max_new_tokens if shared else length) * length * size
     layer = queries * per_layer + further + mask
-    if config.gradient_checkpointing:
-        activations = layers * queries * hidden * size + 2 * layer
-    else:
-        activations = layers * layer + max(layer, rows * length * kv_width * size * layers if shared else 0)
-    activations += 4 * queries * hidden * size + unpacked
+    # Kept until the backward pass; and what one layer needs while it is passed, forwards again or backwards.
+    activations = layers * (queries * hidden * size if config.gradient_checkpointing else layer)
+    activations += 2 * queries * hidden * size
+    passing = 2 * layer if config.gradient_checkpointing else layer
+    if shared:  # the prompts' keys and values, taken along by every row until the forward pass ends
+        passing = max(passing, rows * length * kv_width * size * layers)
     tokens = rows * max_new_tokens
     logits = min(config.logits_chunk, tokens) * vocabulary * ((0 if size == 4 else size) + 4 * 4)
     step = 4 * trained if device.type == "cuda" else 0  # torch's GPU Adam works on all weights at once
     parts = (weights, reference, 4 * total["adapter"], 8 * trained, kv_cache, sampling, 4 * trained)
-    return Needs(*(int(n) for n in (*parts, activations, logits, step)))
+    return Needs(*(int(n) for n in (*parts, activations, passing + unpacked, logits + unpacked, step)))
 
 
 def plan(
@@ -155,7 +163,7 @@ def plan(
         f"{rollouts * max_new_tokens * config.steps:,} tokens in {config.steps:,} steps",
         f"  memory, predicted: {_gib(needs.peak)} at the peak"
         + ("" if free is None else f", {_gib(free)} are free on {device}"),
-        f"    {needs}",
+        *(f"    {line}" for line in str(needs).splitlines()),
     ]
     if free is not None and needs.peak > free:
         phase = "rollout_batch" if needs.rollout > needs.training else "micro_batch_tokens"

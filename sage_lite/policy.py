@@ -217,7 +217,7 @@ def load_policy(
         policy.reference_adapter = "reference"
     elif keep_reference and not policy.is_adapter:
         policy.reference_model = copy.deepcopy(model).requires_grad_(False).eval()
-    model.eval()  # dropout off, in training too: rho must be 1 on fresh rollouts
+    loading.evaluation_mode(model)
     return policy
 
 

@@ -22,7 +22,7 @@ from sage_lite.config import FREE, TrainConfig, batch_indices, check, learning_r
 from sage_lite.errors import UserError
 from sage_lite.oom import Limit
 from sage_lite.policy import Policy, base_of, encode, load_policy, prompt_style
-from sage_lite.recipes import recipe
+from sage_lite.recipes import Recipe, recipe
 from sage_lite.rewards import score_all
 from sage_lite.rollout import sample
 from sage_lite.runlog import CompletionsFile, MetricsFile, progress_bar
@@ -56,25 +56,10 @@ def train(
     UserError. Ctrl-C finishes the step, saves and returns with stopped_early=True; a second Ctrl-C interrupts at once.
     say: is told, before the model's weights are loaded, what the run will need (`memory.plan`).
     """
-    check(config)
-    method = recipe(config.method)
-    advantage = advantages.get(method.advantage, **{**method.advantage_params, **config.advantage_params})
-    task = task or load_task(config.task, config.data, **config.task_options)
-    if not task.train:
-        raise UserError(f"task {task.name!r} has no training problem")
-    if policy is None:  # before anything else imports transformers
-        unsloth_backend.use(config.backend, config.lora > 0 or loading.adapter_config(config.model) is not None)
-    base = base_of(config.model)
-    model_config = policy.causal_lm.config if policy is not None else loading.load_config(base)
-    tokenizer = policy.tokenizer if policy is not None else loading.load_tokenizer(
-        config.model if config.model is not None and loading.has_tokenizer(config.model) else base
-    )
-    style = prompt_style(tokenizer) if prompt_style(tokenizer) in task.styles else task.styles[0]
-    max_new_tokens = config.max_new_tokens or task.default_max_new_tokens(style)
-    rows, prompts = _fitting(config, task.train, encode(tokenizer, [task.prompt(row, style) for row in task.train]))
-    _check_context(model_config, prompts, max_new_tokens)
+    ready = _prepare(config, policy, task)
+    method, advantage, task, rows, prompts = ready.method, ready.advantage, ready.task, ready.rows, ready.prompts
     if say is not None:
-        say(memory.plan(config, model_config, task.name, max(len(p) for p in prompts), max_new_tokens, len(prompts)))
+        say(ready.plan(config))
     if policy is None:
         policy = load_policy(
             config.model, lora=config.lora, four_bit=config.four_bit or None, dtype=config.dtype, device=config.device,
@@ -95,7 +80,7 @@ def train(
                 generator = torch.Generator(policy.device).manual_seed(step_seed(config.seed, step))
                 batch = batch_indices(len(prompts), config.batch_size, step - 1, config.seed)
                 rollouts = sample(
-                    policy, [prompts[i] for i in batch], config.group_size, max_new_tokens=max_new_tokens,
+                    policy, [prompts[i] for i in batch], config.group_size, max_new_tokens=ready.max_new_tokens,
                     temperature=config.temperature, top_p=config.top_p, generator=generator,
                     rollout_batch=limits["rollout_batch"],
                 )  # fmt: skip
@@ -115,7 +100,7 @@ def train(
                 numbers = update(
                     policy, optimizer, rollouts, rewards, values, method, beta=config.beta,
                     temperature=config.temperature, grad_clip=config.grad_clip, minibatches=config.minibatches,
-                    max_length=max_new_tokens, micro_batch_tokens=limits["micro_batch_tokens"],
+                    max_length=ready.max_new_tokens, micro_batch_tokens=limits["micro_batch_tokens"],
                     logits_chunk=config.logits_chunk, share_prompts=config.share_prompts,
                     gradient_checkpointing=config.gradient_checkpointing,
                     generator=torch.Generator().manual_seed(step_seed(config.seed, step)),
@@ -131,7 +116,7 @@ def train(
                 }
                 history.append(log.write(line))
                 if config.log_completions_every and step % config.log_completions_every == 0:
-                    samples.write(step, task.prompt(rows[batch[0]], style), rollouts.texts, rewards, values)
+                    samples.write(step, task.prompt(rows[batch[0]], ready.style), rollouts.texts, rewards, values)
                 bar.show(line)
                 last = step == config.steps or interrupted.is_set()
                 if out is not None and (last or step % config.checkpoint_every == 0):
@@ -144,6 +129,52 @@ def train(
                     stop_at = step
                     break
     return TrainResult(policy, task, history, time.perf_counter() - started, stop_at is not None, out)
+
+
+def plan(config: TrainConfig, task: Task | None = None) -> str:
+    """What `train(config)` would do and need, in a few lines. Loads data and tokenizer, no weights; errors as there."""
+    return _prepare(config, None, task).plan(config)
+
+
+@dataclass
+class _Ready:
+    """What is known of a run before the weights are loaded."""
+
+    method: Recipe
+    advantage: Callable[[torch.Tensor], torch.Tensor]
+    task: Task
+    style: str
+    rows: list[dict]
+    prompts: list[list[int]]
+    max_new_tokens: int
+    model_config: Any
+
+    def plan(self, config: TrainConfig) -> str:
+        longest = max(len(p) for p in self.prompts)
+        return memory.plan(config, self.model_config, self.task.name, longest, self.max_new_tokens, len(self.prompts))
+
+
+def _prepare(config: TrainConfig, policy: Policy | None, task: Task | None) -> _Ready:
+    """Check the settings, load the data, encode the prompts; UserError for whatever cannot be right."""
+    check(config)
+    method = recipe(config.method)
+    advantage = advantages.get(method.advantage, **{**method.advantage_params, **config.advantage_params})
+    task = task or load_task(config.task, config.data, **config.task_options)
+    if not task.train:
+        raise UserError(f"task {task.name!r} has no training problem")
+    if policy is not None:
+        tokenizer, model_config = policy.tokenizer, policy.causal_lm.config
+    else:
+        trains_adapter = config.lora > 0 or loading.adapter_config(config.model) is not None
+        unsloth_backend.use(config.backend, trains_adapter)  # before anything else imports transformers
+        base = base_of(config.model)
+        folder = config.model if config.model is not None and loading.has_tokenizer(config.model) else base
+        tokenizer, model_config = loading.load_tokenizer(folder), loading.load_config(base)
+    style = prompt_style(tokenizer) if prompt_style(tokenizer) in task.styles else task.styles[0]
+    max_new_tokens = config.max_new_tokens or task.default_max_new_tokens(style)
+    rows, prompts = _fitting(config, task.train, encode(tokenizer, [task.prompt(row, style) for row in task.train]))
+    _check_context(model_config, prompts, max_new_tokens)
+    return _Ready(method, advantage, task, style, rows, prompts, max_new_tokens, model_config)
 
 
 def _limits(config: TrainConfig, resumed: Path | None, policy: Policy) -> dict[str, Limit]:

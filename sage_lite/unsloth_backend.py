@@ -43,7 +43,8 @@ def use(backend: str, adapter: bool) -> bool:
     try:
         import unsloth  # noqa: F401
     except Exception as error:  # it checks GPU, drivers and versions as it is imported
-        raise UserError(f"importing Unsloth fails ({type(error).__name__}: {error}): use backend='transformers'") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"importing Unsloth fails ({reason}): use backend='transformers'") from error
     return True
 
 

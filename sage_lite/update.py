@@ -82,7 +82,9 @@ def update(
     micro_batch_tokens, so no part of it counts twice.
     """
     group_size, device = rollouts.group_size, policy.device
-    limit = micro_batch_tokens if isinstance(micro_batch_tokens, Limit) else Limit("micro_batch_tokens", micro_batch_tokens)
+    limit = micro_batch_tokens
+    if not isinstance(limit, Limit):
+        limit = Limit("micro_batch_tokens", limit)
     mask = rollouts.mask & ~rewards.isnan().reshape(-1, 1).to(device)
     dead = (advantages == 0).all(-1)
     counted = ~dead if recipe.drop_dead_groups else torch.ones_like(dead)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ from small_models import small_policy
 
 from sage_lite import demo
 from sage_lite.cli import main
+from sage_lite.data import data_path
 from sage_lite.evaluation import Evaluation
 from sage_lite.runlog import read_lines
 from sage_lite.trainer import TrainConfig
@@ -162,3 +164,83 @@ def test_small_policy_is_an_ordinary_policy_for_the_commands(tmp_path, data, cap
         == 0
     )
     assert "pass@1" in capsys.readouterr().out
+
+
+GSM8K = [
+    {"question": f"Tom has {n} apples and buys {n} more. How many has he?", "answer": f"{n}+{n}\n#### {2 * n}"}
+    for n in range(1, 13)
+]
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """A finished run of GSM8K rows with LoRA on 4-bit weights, from a local model folder."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path_factory.mktemp("lora")
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
+    command = ["train", "--task", "gsm8k", "--data", str(folder / "gsm8k.jsonl"),
+               "--model", str(data_path("tiny_qwen2")), "--four-bit", "--lora", "8", "--steps", "2", "--batch-size", "2", "--group-size", "4",
+               "--max-new-tokens", "8", "--no-progress", "--out", str(folder / "run")]  # fmt: skip
+    assert main(command) == 0
+    return folder
+
+
+def test_four_bit_lora_on_gsm8k_rows_is_planned_and_trains(lora_run, capsys):
+    config = json.loads((lora_run / "run" / "config.json").read_text())
+    assert config["four_bit"] and config["lora"] == 8 and len(read_lines(lora_run / "run" / "metrics.jsonl")) == 2
+    command = ["train", "--task", "gsm8k", "--data", str(lora_run / "gsm8k.jsonl"), "--four-bit", "--lora", "8"]
+    assert main([*command, "--plan", "--out", str(lora_run / "planned")]) == 0
+    printed = capsys.readouterr().out
+    assert "LoRA of rank 8 on 4-bit weights" in printed and "memory, predicted" in printed
+    assert "64 prompts x 8 = 512 a step" in printed and not (lora_run / "planned").exists()
+
+
+def test_a_preset_is_overridden_by_what_is_given(lora_run, capsys):
+    mine = ["--model", str(data_path("tiny_qwen2")), "--data", str(lora_run / "gsm8k.jsonl"), "--batch-size", "2"]
+    assert main(["train", "--preset", "colab-t4", "--plan", *mine]) == 0
+    printed = capsys.readouterr().out
+    assert "2 prompts x 8 = 16 a step, at most 4,096 tokens" in printed and "rank 16 on 4-bit" in printed
+    assert main(["train", "--preset", "paper-gsm8k", "--plan", *mine, "--no-share-prompts", "--tau", "0.2"]) == 0
+    assert "all weights" in capsys.readouterr().out
+    assert main(["train", "--preset", "paper-maths"]) == 2 and "paper-gsm8k" in capsys.readouterr().err
+    assert main(["train", "--presets"]) == 0 and "colab-t4" in capsys.readouterr().out
+
+
+def test_evaluate_an_adapter_or_a_run(lora_run, capsys):
+    run = str(lora_run / "run")
+    step = str(lora_run / "run" / "checkpoints" / "step-000002")
+    common = ["--task", "gsm8k", "--data", str(lora_run / "gsm8k.jsonl"), "--rows", "2", "--samples", "2", "--k", "1",
+              "--max-new-tokens", "4", "--json"]  # fmt: skip
+    found = []
+    for model in (["--model", run], ["--adapter", step], ["--model", str(data_path("tiny_qwen2")), "--adapter", run]):
+        assert main(["evaluate", *model, *common]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] == found[2]
+
+
+def test_chat_asks_once_or_reads_lines(lora_run, data, capsys, monkeypatch):
+    common = ["--samples", "2", "--max-new-tokens", "4"]
+    assert main(["chat", "--adapter", str(lora_run / "run"), "--task", "gsm8k", "--prompt", "2+2? => 4", *common]) == 0
+    printed = capsys.readouterr().out
+    assert "prompt: 2+2?" in printed and "of 2" in printed and "not graded" not in printed
+    monkeypatch.setattr("sys.stdin", io.StringIO("3 5 7 = 22\n0\n9999\n\n"))
+    assert main(["chat", "--data", data, *common]) == 0
+    printed = capsys.readouterr().out
+    assert "prompt: 3 5 7 = 22" in printed and "93" in printed and "not 9999" in printed
+    assert main(["chat", "--adapter", "./nowhere", "--prompt", "x"]) == 2
+
+
+def test_export_an_adapter_a_merged_model_and_all_weights(lora_run, tmp_path, capsys):
+    run = str(lora_run / "run")
+    assert main(["export", "--run", run, "--out", str(tmp_path / "adapter")]) == 0
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert main(["export", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged"), "--merge"]) == 0
+    printed = capsys.readouterr().out
+    assert "merged into the 4-bit weights it was trained on" in printed and "original weights" in printed
+    again = ["evaluate", "--model", str(tmp_path / "merged"), "--rows", "2", "--samples", "2", "--k", "1"]
+    assert main(again) == 0
+    assert main(["export", "--run", run, "--out", str(tmp_path / "merged"), "--merge"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    small_policy().save(tmp_path / "model")
+    assert main(["export", "--adapter", str(tmp_path / "model"), "--out", str(tmp_path / "half")]) == 0
+    assert main(["export", "--adapter", str(tmp_path / "model"), "--out", str(tmp_path / "no"), "--merge"]) == 2
