@@ -30,8 +30,8 @@ class TrainConfig:
     What fits into memory; the gradient is the same whatever these are: micro_batch_tokens, most tokens in one forward
     and backward pass, padding included; logits_chunk, most tokens whose logits are held at a time; share_prompts, a
     prompt computed once a group; gradient_checkpointing, activations computed again in the backward pass, about a third
-    more time, without shared prompts. rollout_batch: most rollouts sampled at a time (None: all), which decides which
-    samples a seed gives. All may change in a resumed run.
+    more time, without shared prompts. rollout_batch: most rollouts sampled at a time, which decides which samples a
+    seed gives (None: all, or `rollout.rows_at_once` on a CPU). All may change in a resumed run.
     """
 
     method: str = "sage"

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from sage_lite.errors import UserError
+from sage_lite.oom import Limit
 from sage_lite.policy import Policy
 from sage_lite.rewards import score_all
-from sage_lite.rollout import sample
+from sage_lite.rollout import rows_at_once, sample
 from sage_lite.tasks import Task
 
 
@@ -96,7 +97,10 @@ def evaluate(
         raise UserError(f"task {task.name!r} has no problem to evaluate on")
     style = policy.prompt_style if policy.prompt_style in task.styles else task.styles[0]
     prompts = policy.encode([task.prompt(row, style) for row in rows])
-    settings = {"max_new_tokens": max_new_tokens or task.default_max_new_tokens(style), "top_p": top_p}
+    length = max_new_tokens or task.default_max_new_tokens(style)
+    most, tokens = prompts_per_batch * samples, max(len(p) for p in prompts) + length
+    limit = Limit("rollout_batch", min(most, rows_at_once(policy.causal_lm.config, tokens, policy.device) or most))
+    settings = {"max_new_tokens": length, "top_p": top_p, "rollout_batch": limit}
     generator = torch.Generator(policy.device).manual_seed(seed)
     texts, greedy_texts = [], []
     for start in range(0, len(rows), prompts_per_batch):

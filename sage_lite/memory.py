@@ -19,7 +19,7 @@ from sage_lite import device as machine
 from sage_lite import loading
 from sage_lite.config import TrainConfig
 from sage_lite.policy import DTYPES
-from sage_lite.rollout import LOGITS
+from sage_lite.rollout import LOGITS, rows_at_once
 
 GIB = 2**30
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale for 64, a 32-bit scale for 256 of these
@@ -111,8 +111,10 @@ def predict(
     # A 4-bit matrix is unpacked to be multiplied.
     unpacked = (two["largest"] * dtype.itemsize) if config.four_bit else 0
 
-    rows = min(config.rollout_batch or 2**31, config.batch_size * config.group_size)
-    prompts, length = math.ceil(rows / config.group_size), prompt_tokens + max_new_tokens
+    length = prompt_tokens + max_new_tokens
+    rows = config.batch_size * config.group_size
+    rows = min(rows, config.rollout_batch or rows_at_once(model_config, length, device) or rows)
+    prompts = math.ceil(rows / config.group_size)
     kv_cache = rows * length * kv_width * size * layers
     at_once = min(rows, max(1, LOGITS // vocabulary)) * vocabulary
     drawing = at_once * ((0 if size == 4 else size) + 4 * 3 + (4 * 6 if config.top_p < 1 else 0))

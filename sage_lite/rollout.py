@@ -4,6 +4,7 @@ part."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from sage_lite.logprobs import left_pad, positions
 from sage_lite.oom import Limit
 from sage_lite.policy import Policy
 
+KEYS = 24 * 2**20  # bytes of one layer's keys on a CPU; see rows_at_once
 LOGITS = 2**25  # most logits held at a time, 128 MiB in float32: with 152k tokens in a vocabulary, those of 220 rows
 
 
@@ -45,6 +47,20 @@ def completion_mask(tokens: torch.Tensor, eos_token_id: int | list[int]) -> torc
     eos = torch.as_tensor(eos_token_id, device=tokens.device).reshape(-1)
     is_eos = torch.isin(tokens, eos)
     return (is_eos.cumsum(-1) - is_eos.long()) == 0
+
+
+def rows_at_once(model_config: Any, tokens: int, device: torch.device) -> int | None:
+    """How many rollouts of up to `tokens` tokens, prompt included, to sample together; None for no limit, on a GPU.
+
+    A CPU gains nothing from large batches. But keys and values grow into new memory with every token, and blocks of
+    more than 32 MiB Linux's allocator takes from the system and gives back each time, which then is most of the work.
+    """
+    if device.type != "cpu":
+        return None
+    text = model_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return max(1, KEYS // (4 * heads * head_dim * tokens))
 
 
 @torch.no_grad()

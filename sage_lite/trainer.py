@@ -24,7 +24,7 @@ from sage_lite.oom import Limit
 from sage_lite.policy import Policy, base_of, encode, load_policy, prompt_style
 from sage_lite.recipes import Recipe, recipe
 from sage_lite.rewards import score_all
-from sage_lite.rollout import sample
+from sage_lite.rollout import rows_at_once, sample
 from sage_lite.runlog import CompletionsFile, MetricsFile, progress_bar
 from sage_lite.tasks import Task, load_task
 from sage_lite.update import dead_groups, group_advantages, update
@@ -70,7 +70,7 @@ def train(
     optimizer = torch.optim.AdamW([p for _, p in policy.trainable()], lr=peak, weight_decay=config.weight_decay)
     out = Path(config.out) if config.out is not None else None
     first = _prepare_folder(config, out, policy, optimizer)
-    limits = _limits(config, out if first else None, policy)
+    limits = _limits(config, out if first else None, policy, ready)
     started, history, stop_at, warned = time.perf_counter(), [], None, False
 
     with MetricsFile(out, first) as log, CompletionsFile(out, first) as samples, _stop_on_interrupt() as interrupted:
@@ -177,10 +177,11 @@ def _prepare(config: TrainConfig, policy: Policy | None, task: Task | None) -> _
     return _Ready(method, advantage, task, style, rows, prompts, max_new_tokens, model_config)
 
 
-def _limits(config: TrainConfig, resumed: Path | None, policy: Policy) -> dict[str, Limit]:
+def _limits(config: TrainConfig, resumed: Path | None, policy: Policy, ready: _Ready) -> dict[str, Limit]:
     """The sizes that shrink when memory runs out; a resumed run goes on with those it had come down to."""
-    values = {"rollout_batch": config.rollout_batch, "micro_batch_tokens": config.micro_batch_tokens}
-    values["rollout_batch"] = values["rollout_batch"] or config.batch_size * config.group_size
+    tokens, rows = max(len(p) for p in ready.prompts) + ready.max_new_tokens, config.batch_size * config.group_size
+    rows = min(rows, config.rollout_batch or rows_at_once(ready.model_config, tokens, policy.device) or rows)
+    values = {"rollout_batch": rows, "micro_batch_tokens": config.micro_batch_tokens}
     if resumed is not None:
         state = json.loads((checkpoint.latest(resumed / "checkpoints") / "state.json").read_text())
         policy.loss_scale = state.get("loss_scale", 1.0)

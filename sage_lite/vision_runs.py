@@ -26,6 +26,7 @@ from sage_lite.device import pick_device
 from sage_lite.errors import UserError
 from sage_lite.evaluation import Interval
 from sage_lite.runlog import read_lines
+from sage_lite.vision_data import ImageSet
 from sage_lite.vision_train import PRESETS, VisionConfig, VisionResult, load_data, train
 
 WINDOW = 5
@@ -79,14 +80,16 @@ def select(records: Sequence[dict[str, Any]], **settings: Any) -> list[dict[str,
     return found
 
 
-def record(config: VisionConfig, result: VisionResult, classes: int, cpu_seconds: float) -> dict[str, Any]:
+def record(config: VisionConfig, result: VisionResult, data: tuple[ImageSet, ImageSet | None],
+           cpu_seconds: float) -> dict[str, Any]:
     """The record of a finished run, ready for `json.dumps`. No name of a machine, a user or a folder gets in."""
     device = pick_device(config.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     tests = [{"step": m["step"], **{k: round(v, 5) for k, v in m.items() if k.startswith("test_")}}
              for m in result.metrics if "test_top1" in m]
-    return {"config": _settings(config), "classes": classes, "steps": len(result.metrics),
+    return {"config": _settings(config), "classes": len(data[0].classes), "steps": len(result.metrics),
             "curve": curve(result.metrics), "tests": tests,
+            "tested_on": "training images" if data[1] is None else "test images",
             "cpu_seconds": round(cpu_seconds, 1), "hardware": name,
             "versions": {"sage_lite": sage_lite.__version__, "torch": torch.__version__}}
 
@@ -94,7 +97,12 @@ def record(config: VisionConfig, result: VisionResult, classes: int, cpu_seconds
 def _settings(config: VisionConfig) -> dict[str, Any]:
     """What makes a run this run, as JSON gives it back; of a folder of images only its own name."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_RECORDED}
-    return json.loads(json.dumps({**settings, "data": "/".join(Path(config.data).parts[-2:])}))
+    return json.loads(json.dumps({**settings, "data": _short(config.data)}))
+
+
+def _short(path: str) -> str:
+    """The last two parts of an absolute path: a record names no folder of the machine it was made on."""
+    return "/".join(Path(path).parts[-2:]) if Path(path).is_absolute() else path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
     given = vars(parser.parse_args(argv))
     preset, path, tau = (given.pop(name) for name in ("preset", "record", "tau"))
-    command = "python -m sage_lite.vision_train " + shlex.join(sys.argv[1:] if argv is None else argv)
+    words = [_short(word) for word in (sys.argv[1:] if argv is None else argv)]
+    command = "python -m sage_lite.vision_train " + shlex.join(words)
     try:
         _run_all({**PRESETS[preset], **given}, path, tau, command)
     except UserError as error:
@@ -148,7 +157,7 @@ def _run_all(given: dict[str, Any], path: Path | None, tau: float | None, comman
             continue
         if result.stopped_early:
             return
-        line = record(config, result, len(data[0].classes), time.process_time() - began)
+        line = record(config, result, data, time.process_time() - began)
         end = {k.removeprefix("test_"): round(v, 4) for k, v in line["tests"][-1].items() if k.startswith("test_")}
         print(f"{name}: leaves at {leaves_at(line['curve'], line['classes'])}, {end}", flush=True)
         if path is not None:

@@ -178,9 +178,9 @@ def lora_run(tmp_path_factory):
     pytest.importorskip("bitsandbytes")
     folder = tmp_path_factory.mktemp("lora")
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
-    command = ["train", "--task", "gsm8k", "--data", str(folder / "gsm8k.jsonl"),
-               "--model", str(data_path("tiny_qwen2")), "--four-bit", "--lora", "8", "--steps", "2", "--batch-size", "2", "--group-size", "4",
-               "--max-new-tokens", "8", "--no-progress", "--out", str(folder / "run")]  # fmt: skip
+    command = ["train", "--task", "gsm8k", "--data", str(folder / "gsm8k.jsonl"), "--out", str(folder / "run"),
+               "--model", str(data_path("tiny_qwen2")), "--four-bit", "--lora", "8", "--steps", "2",
+               "--batch-size", "2", "--group-size", "4", "--max-new-tokens", "8", "--no-progress"]  # fmt: skip
     assert main(command) == 0
     return folder
 

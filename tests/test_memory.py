@@ -120,7 +120,9 @@ def test_what_saves_memory_is_predicted_to_save_it():
     assert _needs(shape, **size, lora=16, micro_batch_tokens=4096).activations < 0.4 * lora.activations
     assert _needs(shape, **size, lora=16, share_prompts=False).activations > lora.activations
     assert _needs(shape, **size, lora=16, four_bit=True).weights < 0.3 * lora.weights
-    assert _needs(shape, **size, lora=16, batch_size=64, rollout_batch=64).kv_cache < 0.2 * lora.kv_cache
+    at_once = _needs(shape, **size, lora=16, batch_size=64, rollout_batch=512).kv_cache
+    assert _needs(shape, **size, lora=16, batch_size=64, rollout_batch=64).kv_cache < 0.2 * at_once
+    assert lora.kv_cache < at_once  # on a CPU, fewer are taken together anyway
     assert _needs(shape, **size, lora=16, logits_chunk=128).logits < 0.2 * lora.logits
     # 1,543,714,304 weights is what Qwen2.5-1.5B has
     assert full.weights == 4 * 1_543_714_304

@@ -366,6 +366,13 @@ def test_rollouts_in_batches_are_the_same_in_the_same_order(monkeypatch):
     assert drawn[0].texts == drawn[1].texts
 
 
+def test_a_cpu_takes_no_more_at_once_than_its_allocator_keeps():
+    model_config = small_policy().causal_lm.config  # 2 key-value heads of 8
+    assert rollout.rows_at_once(model_config, 1000, torch.device("cpu")) == 24 * 2**20 // (4 * 2 * 8 * 1000)
+    assert rollout.rows_at_once(model_config, 10**9, torch.device("cpu")) == 1
+    assert rollout.rows_at_once(model_config, 1000, torch.device("cuda")) is None
+
+
 def test_a_large_vocabulary_is_drawn_from_in_pieces(monkeypatch):
     policy = small_policy(vocab_size=6, eos_token_id=1, pad_token_id=0)
     policy.eos_ids, policy.decode = [1], lambda tokens, mask: ["" for _ in tokens]

@@ -36,8 +36,8 @@ def weights(model):
 
 @pytest.mark.parametrize("method", ["cross_entropy", "sage", "maxrl", "grpo", "rloo", "reinforce"])
 def test_ten_digits_are_learnt_by_every_method(data, method):
-    """With ten classes p starts at 1/10, and even REINFORCE moves within sixty steps."""
-    result = train(VisionConfig(method=method, rollouts=64, steps=60, **SMALL), data)
+    """With ten classes p starts at 1/10, and even REINFORCE moves within a hundred steps."""
+    result = train(VisionConfig(method=method, rollouts=64, steps=100, **SMALL), data)
     first, last = result.metrics[0], result.metrics[-1]
     assert first["pass_rate"] < 0.2 and last["test_pass@1"] > 1.5 * first["pass_rate"]
     assert last["test_top1"] > 0.3 and last["test_loss"] < math.log(10)
@@ -49,19 +49,19 @@ def test_every_estimator_trains(data, estimator):
     assert result.metrics[-1]["test_top1"] > 0.3
 
 
-def test_at_a_matched_size_reinforce_starts_as_cross_entropy_does(data):
-    """All p are near 1/10 at first, so the expected REINFORCE update, divided by its mean p w(p), is nearly alike."""
-    models = {}
-    for method, options in (("cross_entropy", {}), ("reinforce", {"match_speed": True, "estimator": "expected"}),
-                            ("reinforce", {"estimator": "expected"})):
-        result = train(VisionConfig(method=method, steps=1, seed=3, **options, **SMALL), data)
-        start = build_model("tiny", 10, channels=1, height=8, seed=3)
-        models[method, bool(options.get("match_speed"))] = torch.cat(
-            [(after - before).flatten() for after, before in zip(result.model.parameters(), start.parameters())])
-    ce, matched, plain = (models[key] for key in (("cross_entropy", False), ("reinforce", True), ("reinforce", False)))
-    assert 0.8 < matched.norm() / ce.norm() < 1.25
-    assert torch.cosine_similarity(matched, ce, dim=0) > 0.95
-    assert plain.norm() < 0.2 * ce.norm()
+@pytest.mark.parametrize("method", ["reinforce", "sage", "grpo"])
+def test_at_a_matched_size_equal_pass_rates_give_the_update_of_cross_entropy(method):
+    """Every image has the same p, so the methods differ by one factor, and match_speed takes it out."""
+    row, labels = torch.tensor([0.3, -2.0, 1.1, 0.4], dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    logits = torch.stack([row.roll(i - 1) for i in range(4)])  # the label's logit is -2 in each
+    found = {}
+    for name, matched in (("cross_entropy", False), (method, True), (method, False)):
+        config = VisionConfig(method=name, match_speed=matched, estimator="expected", rollouts=16)
+        z = logits.clone().requires_grad_()
+        loss = vision_train._loss(config, vision_train._check(config), z, labels, torch.Generator())
+        found[name, matched] = torch.autograd.grad(loss, z)[0]
+    assert torch.allclose(found[method, True], found["cross_entropy", False], rtol=1e-6)
+    assert not torch.allclose(found[method, False], found["cross_entropy", False], rtol=0.05)
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not(data):
@@ -165,10 +165,10 @@ def test_models_have_the_sizes_of_their_names():
     assert sizes == {"resnet18": 11_689_512, "resnet50": 25_557_032}  # as torchvision's
 
 
-def test_small_images_keep_their_resolution_and_weights_come_from_the_seed():
+def test_small_images_are_pooled_less_and_weights_come_from_the_seed():
     fine, coarse = build_model("tiny", 10, channels=1, height=8), build_model("tiny", 10, channels=1, height=64)
     x = torch.zeros(2, 1, 8, 24)
-    assert fine(x, output_hidden_states=True).hidden_states[0].shape[-2:] == (8, 24)
+    assert fine(x, output_hidden_states=True).hidden_states[0].shape[-2:] == (4, 12)
     assert coarse(x, output_hidden_states=True).hidden_states[0].shape[-2:] == (2, 6)
     a, b, c = (weights(build_model("tiny", 10, seed=s))["classifier.1.weight"] for s in (0, 0, 1))
     assert a.equal(b) and not a.equal(c)
@@ -222,7 +222,7 @@ def test_record_command_writes_each_run_once(tmp_path, capsys):
     assert line["curve"]["step"] == [5, 10] and len(line["curve"]["pass_rate"]) == 2
     assert {"test_top1", "test_loss", "test_pass@1", "test_pass@128", "step"} == set(line["tests"][-1])
     assert line["command"].startswith("python -m sage_lite.vision_train --digits 1") and "torch" in line["versions"]
-    assert str(tmp_path.parent) not in json.dumps({k: v for k, v in line.items() if k != "command"})
+    assert str(tmp_path) not in file.read_text() and "--record runs/r.jsonl" in line["command"]
     capsys.readouterr()
     assert main(argv) == 0  # again: nothing is run twice
     assert capsys.readouterr().out.count("already recorded") == 6 and len(file.read_text().splitlines()) == 6
