@@ -8,10 +8,12 @@ CUDA context (about half a GiB), kernels' workspaces, the allocator's gaps, is n
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -227,7 +229,9 @@ def _saved_bytes(model: torch.nn.Module) -> int:
 
     ids = torch.zeros(TOKENS, 1, dtype=torch.long, device="meta")
     mask = torch.ones(TOKENS, 1, 1, 1, dtype=torch.bool, device="meta")  # ready for the layers: left as it is
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    # Rotary embeddings of transformers 4 switch autocast off, on a device that has none.
+    no_autocast = mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    with no_autocast, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
     return sum(storage.nbytes() for storage in kept.values())
 

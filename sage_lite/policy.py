@@ -29,7 +29,8 @@ class Policy:
 
     model: a transformers model, or a PEFT model around one. source: where it came from. reference_model: a frozen copy,
     only where all weights are trained and a reference was asked for (with LoRA the reference is the model with its
-    adapter off). four_bit: whether the frozen weights are 4-bit. loss_scale: see `gradient_scale`.
+    adapter off). four_bit: whether the frozen weights are 4-bit. backend: what loaded it. loss_scale: see
+    `gradient_scale`.
     """
 
     model: torch.nn.Module
@@ -39,6 +40,7 @@ class Policy:
     reference_adapter: str | None = None
     eos_ids: list[int] = field(default_factory=list)
     four_bit: bool = False
+    backend: str = "transformers"
     loss_scale: float = 1.0
 
     @property
@@ -198,7 +200,7 @@ def load_policy(
         model = unsloth_backend.load_model(base, torch_dtype, device, four_bit)
     else:
         model = loading.load_model(base, torch_dtype, device, four_bit)
-    if four_bit and (lora or adapter is not None):
+    if four_bit and not fast and (lora or adapter is not None):  # Unsloth prepares its models itself
         model = loading.prepare_four_bit(model)
     if adapter is not None:
         from peft import PeftModel
@@ -208,7 +210,8 @@ def load_policy(
         model = (unsloth_backend if fast else loading).add_lora(model, lora, lora_alpha, seed)
         # The embedded model's path differs from machine to machine: no base name in a saved adapter means that model.
         model.peft_config["default"].base_model_name_or_path = "" if name_or_path is None else str(base)
-    policy = Policy(model, tokenizer, source, eos_ids=loading.eos_ids(tokenizer, model, source), four_bit=four_bit)
+    policy = Policy(model, tokenizer, source, eos_ids=loading.eos_ids(tokenizer, model, source), four_bit=four_bit,
+                    backend="unsloth" if fast else "transformers")  # fmt: skip
     if keep_reference and adapter is not None:
         _refuse_trained_biases(model)
         model.load_adapter(str(adapter), adapter_name="reference", is_trainable=False)

@@ -66,6 +66,10 @@ def train(
             keep_reference=config.beta > 0, seed=config.seed, backend=config.backend,
         )  # fmt: skip
 
+    if config.gradient_checkpointing and policy.backend == "unsloth":
+        raise UserError(  # its models leave out the padding mask in the mode in which layers are checkpointed
+            "gradient_checkpointing is for backend='transformers'; with Unsloth, lower micro_batch_tokens instead"
+        )
     peak = learning_rate(config, policy)
     optimizer = torch.optim.AdamW([p for _, p in policy.trainable()], lr=peak, weight_decay=config.weight_decay)
     out = Path(config.out) if config.out is not None else None

@@ -1,8 +1,8 @@
 """The same policy through Unsloth, whose kernels make LoRA training faster and leaner on a GPU.
 
 Unsloth rewrites parts of transformers when it is imported, so it must be imported first: load the policy before
-anything else imports transformers, or write `import unsloth` at the top of the notebook. Without a GPU it runs in its
-CPU mode, on stock transformers and PEFT; 4-bit weights and the kernels need a GPU.
+anything else imports transformers, or write `import unsloth` at the top of the notebook. Its kernels need a GPU;
+without one it runs in its CPU mode, on stock transformers and PEFT, which computes the same and gains nothing.
 """
 
 from __future__ import annotations

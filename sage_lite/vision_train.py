@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from sage_lite import advantages, checkpoint, theory, vision
+from sage_lite.config import batch_indices
 from sage_lite.device import best_dtype, pick_device
 from sage_lite.errors import UserError
 from sage_lite.runlog import MetricsFile
-from sage_lite.trainer import _prepare_folder, _stop_on_interrupt, batch_indices
+from sage_lite.trainer import _prepare_folder, _stop_on_interrupt
 from sage_lite.vision_data import ImageSet, load_images, random_crop
 from sage_lite.vision_model import build_model
 
@@ -68,7 +69,7 @@ class VisionConfig:
     steps: int | None = None
     epochs: float = 2.4
     batch_size: int = 64
-    lr: float = 0.2
+    lr: float = 0.1
     momentum: float = 0.9
     weight_decay: float = 1e-4
     warmup: float = 0.0

@@ -3,11 +3,13 @@ alone."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from sage_lite.data import data_path
-from sage_lite.policy import Policy
+from sage_lite.errors import UserError
+from sage_lite.policy import Policy, load_policy
 
 
 def small_policy(seed: int = 0, **changes) -> Policy:
@@ -23,3 +25,12 @@ def small_policy(seed: int = 0, **changes) -> Policy:
         for p in model.parameters():
             p.mul_(3.0)
     return Policy(model, tokenizer, "test", eos_ids=[tokenizer.eos_token_id])
+
+
+def four_bit_policy(**settings) -> Policy:
+    """The embedded model with a new adapter on 4-bit weights; skips where bitsandbytes cannot do that."""
+    pytest.importorskip("bitsandbytes")
+    try:
+        return load_policy(data_path("tiny_qwen2"), lora=4, four_bit=True, device="cpu", **settings)
+    except UserError as error:
+        pytest.skip(f"no 4-bit on this CPU: {error}")  # older transformers knows 4-bit on GPUs only

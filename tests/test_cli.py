@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from small_models import small_policy
+from small_models import four_bit_policy, small_policy
 
 from sage_lite import demo
 from sage_lite.cli import main
@@ -175,7 +175,7 @@ GSM8K = [
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory):
     """A finished run of GSM8K rows with LoRA on 4-bit weights, from a local model folder."""
-    pytest.importorskip("bitsandbytes")
+    four_bit_policy()
     folder = tmp_path_factory.mktemp("lora")
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GSM8K))
     command = ["train", "--task", "gsm8k", "--data", str(folder / "gsm8k.jsonl"), "--out", str(folder / "run"),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from small_models import small_policy
+from small_models import four_bit_policy, small_policy
 
 from sage_lite import export
 from sage_lite.data import data_path
@@ -21,9 +21,9 @@ def _logprobs(policy):
         return policy.model(IDS).logits.float().log_softmax(-1)
 
 
-def _trained(folder, **settings):
+def _trained(folder, policy=None):
     """An adapter that has moved: what a run leaves behind."""
-    policy = load_policy(TINY, lora=4, device="cpu", **settings)
+    policy = policy or load_policy(TINY, lora=4, device="cpu")
     torch.manual_seed(0)
     for _, parameter in policy.trainable():
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
@@ -64,8 +64,7 @@ def test_an_adapter_of_a_four_bit_base_belongs_to_that_base(tmp_path):
 
     With a model of a million weights, the 4-bit rounding of the base is far larger than the 16-bit rounding of the sum.
     """
-    pytest.importorskip("bitsandbytes")
-    policy = _trained(tmp_path / "adapter", four_bit=True)
+    policy = _trained(tmp_path / "adapter", four_bit_policy())
     kept = export.merge(tmp_path / "adapter", tmp_path / "kept", device="cpu")
     other = export.merge(tmp_path / "adapter", tmp_path / "other", base="original", device="cpu")
     assert kept.base == "trained" and other.base == "original" and kept.gap == other.gap

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import small_policy
+from small_models import four_bit_policy, small_policy
 from transformers import Qwen2Config
 
 from sage_lite import advantages, memory
@@ -50,8 +50,7 @@ def test_weights_adapter_and_adam_are_counted_to_the_byte(settings):
 
 
 def test_four_bit_weights_are_counted_to_a_few_percent():
-    pytest.importorskip("bitsandbytes")
-    policy, needs = load_policy(TINY, lora=4, four_bit=True, device="cpu"), _needs(lora=4, four_bit=True)
+    policy, needs = four_bit_policy(), _needs(lora=4, four_bit=True)
     stored = 0
     for name, parameter in policy.model.named_parameters():
         if "lora_" not in name:

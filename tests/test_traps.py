@@ -12,10 +12,11 @@ import functools
 
 import pytest
 import torch
-from small_models import small_policy
+from small_models import four_bit_policy, small_policy
 from test_update import NoStep, _batch, _close, _gradient
 
 from sage_lite import advantages, logprobs, rollout
+from sage_lite.config import learning_rate
 from sage_lite.data import data_path
 from sage_lite.errors import UserError
 from sage_lite.evaluation import evaluate
@@ -196,9 +197,7 @@ def test_an_adapter_goes_on_another_folder_than_the_one_it_names(base, tmp_path)
 
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_training_moves_the_adapter_and_nothing_else(four_bit):
-    if four_bit:
-        pytest.importorskip("bitsandbytes")
-    policy = load_policy(data_path("tiny_qwen2"), lora=4, four_bit=four_bit, device="cpu")
+    policy = four_bit_policy() if four_bit else load_policy(data_path("tiny_qwen2"), lora=4, device="cpu")
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     config = TrainConfig(steps=2, batch_size=4, group_size=4, lr=1e-2, beta=0.01, weight_decay=0.1, progress=False)
     result = train(config, policy, _task())
@@ -208,8 +207,7 @@ def test_training_moves_the_adapter_and_nothing_else(four_bit):
 
 
 def test_a_four_bit_adapter_says_so_and_is_loaded_so(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    policy = load_policy(data_path("tiny_qwen2"), lora=4, four_bit=True, device="cpu")
+    policy = four_bit_policy()
     for _, parameter in policy.trainable():
         torch.nn.init.normal_(parameter, std=0.1)
     policy.save(tmp_path)
@@ -218,6 +216,8 @@ def test_a_four_bit_adapter_says_so_and_is_loaded_so(tmp_path):
     torch.testing.assert_close(_logits(again.model), _logits(policy.model))
     assert (_logits(other.model) - _logits(policy.model)).abs().max() > 0.01
     assert load_policy(data_path("tiny_qwen2"), four_bit=True, train=False, device="cpu").four_bit  # nothing to train
+    rates = [learning_rate(TrainConfig(), p) for p in (again, other)]
+    assert rates[0] == rates[1]  # by the number of weights, not by the bytes they are packed in
 
 
 # Gradient checkpointing

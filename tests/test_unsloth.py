@@ -8,11 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from small_models import small_policy
+from test_trainer import _config, _task
 
 from sage_lite import unsloth_backend
 from sage_lite.data import data_path
 from sage_lite.errors import UserError
 from sage_lite.policy import load_policy
+from sage_lite.trainer import train
 
 INSTALLED = importlib.util.find_spec("unsloth") is not None
 
@@ -35,6 +38,13 @@ def test_it_is_for_adapters_and_unknown_backends_are_refused(monkeypatch):
         load_policy(backend="unsloth", device="cpu")
     with pytest.raises(UserError, match="unknown backend 'vllm'"):
         load_policy(backend="vllm", device="cpu")
+
+
+def test_gradient_checkpointing_is_not_for_it():
+    policy = small_policy()
+    policy.backend = "unsloth"
+    with pytest.raises(UserError, match="lower micro_batch_tokens"):
+        train(_config(gradient_checkpointing=True), policy, _task())
 
 
 def test_transformers_imported_first_is_warned_about(monkeypatch):

@@ -1,6 +1,6 @@
 """Peak memory, predicted by `sage_lite.memory` and measured, for rollouts and training, on the CPU and on a GPU.
 
-    python tests/benchmarks/bench_memory.py [--device cpu|cuda] [--only NAME] [--scale 1]
+    python tests/benchmarks/bench_memory.py [--device cpu|cuda] [--only NAME] [--scale 1]    # both, if there is a GPU
 
 Each case is a Qwen2 with random weights in a process of its own. On the CPU, measured is the growth of the process's
 resident memory since before the weights were loaded; on a GPU, what torch has allocated. Prints both and their ratio.
@@ -113,7 +113,7 @@ def measure(folder: str, settings: dict) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--only", help="run only the cases with this in their name")
     parser.add_argument("--scale", type=int, default=1, help="times the model's width and depth; a GPU can take 4")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -122,29 +122,37 @@ def main() -> None:
         folder, settings = json.loads(args.child)
         print("RESULT " + json.dumps(measure(folder, settings)))
         return
+    import torch
+
+    for device in [args.device] if args.device else ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        compare(device, args.scale, args.only)
+
+
+def compare(device: str, scale: int, only: str | None) -> None:
+    """Every case on one device, and the range of the ratios."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from sage_lite.loading import no_progress_bar
     from sage_lite.policy import load_policy
 
     with tempfile.TemporaryDirectory() as folder:
-        width = 256 * args.scale
+        width = 256 * scale
         shape = Qwen2Config(
-            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=8 * args.scale, num_attention_heads=8,
+            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=8 * scale, num_attention_heads=8,
             num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=512, tie_word_embeddings=True,
             eos_token_id=1,
         )  # fmt: skip
         with no_progress_bar():
             Qwen2ForCausalLM(shape).save_pretrained(folder)
         load_policy(device="cpu").tokenizer.save_pretrained(folder)
-        print(f"Qwen2, width {width}, {8 * args.scale} layers, {VOCABULARY} tokens, prompt {PROMPT}, completion "
-              f"{COMPLETION}, 4 prompts x 8, on {args.device}; MiB predicted / measured = ratio")  # fmt: skip
+        print(f"Qwen2, width {width}, {8 * scale} layers, {VOCABULARY} tokens, prompt {PROMPT}, completion "
+              f"{COMPLETION}, 4 prompts x 8, on {device}; MiB predicted / measured = ratio")  # fmt: skip
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # keeps tensors out of the heap, which fragments
         ratios = []
         for name, changes in CASES.items():
-            if args.only and args.only not in name:
+            if only and only not in name:
                 continue
-            settings = {"batch_size": 4, "device": args.device, **changes}
+            settings = {"batch_size": 4, "device": device, **changes}
             command = [sys.executable, __file__, "--child", json.dumps([folder, settings])]
             done = subprocess.run(command, env=env, capture_output=True, text=True)
             if done.returncode:
