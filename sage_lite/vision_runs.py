@@ -30,6 +30,7 @@ from sage_lite.vision_data import ImageSet
 from sage_lite.vision_train import PRESETS, VisionConfig, VisionResult, load_data, train
 
 WINDOW = 5
+SMOOTH = 5  # windows over which the pass rate is averaged, so that a few lucky images are no start
 LEFT = 10.0  # a run has left the start when its pass rate is this many times that of guessing
 _SWEPT = ("method", "rollouts", "seed")
 _NOT_RECORDED = {"out", "resume", "progress", "checkpoint_every", "keep_checkpoints", "device", "amp"}
@@ -44,8 +45,10 @@ def curve(metrics: Sequence[dict[str, Any]], *, names: Iterable[str] = ("pass_ra
 
 
 def leaves_at(curve: dict[str, list[float]], classes: int) -> float:
-    """The step by which the training pass rate has reached LEFT / classes; infinite if it never does."""
-    return next((step for step, p in zip(curve["step"], curve["pass_rate"]) if p >= LEFT / classes), float("inf"))
+    """The step at which the mean pass rate of the last SMOOTH windows reaches LEFT / classes; infinite if never."""
+    p = curve["pass_rate"]
+    means = (np.mean(p[max(0, i - SMOOTH + 1):i + 1]) for i in range(len(p)))
+    return next((step for step, mean in zip(curve["step"], means) if mean >= LEFT / classes), float("inf"))
 
 
 def predicted_leave(reference: dict[str, list[float]], advantage: theory.Measurable, rollouts: int,
@@ -64,12 +67,16 @@ def predicted_leave(reference: dict[str, list[float]], advantage: theory.Measura
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean over the seeds and its 95 % interval (Student's t); UserError for fewer than two values."""
+    """Mean over the seeds of a share in [0, 1], and its 95 % interval (Student's t, cut to [0, 1]).
+
+    Raises UserError for fewer than two values.
+    """
     values = np.asarray(values, dtype=np.float64)
     if len(values) < 2:
         raise UserError(f"an interval over seeds needs at least two runs, got {len(values)}")
     half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return Interval(float(values.mean()), float(values.mean() - half), float(values.mean() + half))
+    mean = float(values.mean())
+    return Interval(mean, max(0.0, mean - float(half)), min(1.0, mean + float(half)))
 
 
 def select(records: Sequence[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:

@@ -118,6 +118,16 @@ def test_a_folder_with_a_run_is_neither_overwritten_nor_resumed_as_another(data,
         train(VisionConfig(resume=True, **SMALL), data)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_mixed_precision_on_a_gpu_learns_and_resumes(data, tmp_path):
+    config = VisionConfig(rollouts=64, steps=60, checkpoint_every=30, out=str(tmp_path), device="cuda", **SMALL)
+    assert train(config, data).metrics[-1]["test_top1"] > 0.3
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000060")
+    resumed = train(dataclasses.replace(config, resume=True), data)
+    assert resumed.metrics[0]["step"] == 31 and resumed.metrics[-1]["test_top1"] > 0.3
+
+
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -246,17 +256,19 @@ def test_curves_and_the_step_at_which_a_run_leaves():
     metrics = [{"step": s, "pass_rate": 0.001 * s, "top1": 0.5} for s in range(1, 14)]
     means = curve(metrics)
     assert means == {"step": [5, 10], "pass_rate": [0.003, 0.008], "top1": [0.5, 0.5]}
-    assert leaves_at(means, 1250) == 10 and leaves_at(means, 1000) == math.inf
+    assert leaves_at(means, 2000) == 10 and leaves_at(means, 1000) == math.inf  # (0.003 + 0.008) / 2 against 10 / 2000
+    lucky = {"step": [5, 10, 15, 20, 25, 30], "pass_rate": [0.001, 0.001, 0.001, 0.001, 0.03, 0.001]}
+    assert leaves_at(lucky, 1000) == math.inf
 
 
 def test_predicted_leave_is_the_reference_stretched_by_one_over_p_w():
     reference = {"step": [5, 10, 15, 20], "pass_rate": [0.001, 0.002, 0.02, 0.5]}
-    assert predicted_leave(reference, "reinforce", 16, 1000) == pytest.approx(5 / 0.001 + 5 / 0.002 + 5 / 0.02)
+    assert predicted_leave(reference, "reinforce", 16, 1000) == pytest.approx(5000 + 2500 + 250 + 10)
     maxrl = predicted_leave(reference, "maxrl", 4096, 1000)
-    assert maxrl == pytest.approx(sum(5 / (1 - (1 - p) ** 4095) for p in (0.001, 0.002, 0.02)))
+    assert maxrl == pytest.approx(sum(5 / (1 - (1 - p) ** 4095) for p in (0.001, 0.002, 0.02, 0.5)))
     assert predicted_leave({"step": [5], "pass_rate": [0.001]}, "sage", 16, 1000) == math.inf
     table = theory.binary_table("rloo", 16)
-    assert predicted_leave(reference, table, 16, 1000) == pytest.approx(7750)
+    assert predicted_leave(reference, table, 16, 1000) == pytest.approx(7760)
     assert vision.relative_speed(table, 0.25, 16) == pytest.approx(0.25)
 
 
@@ -273,8 +285,10 @@ def test_prediction_holds_for_the_noiseless_run(data):
 
 
 def test_interval_over_seeds():
-    found = mean_interval([0.1, 0.2, 0.3])
-    assert found.value == pytest.approx(0.2)
-    assert found.high - 0.2 == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4) == 0.2 - found.low
+    found = mean_interval([0.4, 0.5, 0.6])
+    assert found.value == pytest.approx(0.5)
+    assert found.high - 0.5 == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
+    assert 0.5 - found.low == pytest.approx(found.high - 0.5)
+    assert mean_interval([0.0, 0.01]).low == 0.0 and mean_interval([1.0, 0.9]).high == 1.0
     with pytest.raises(UserError, match="at least two"):
         mean_interval([0.1])
