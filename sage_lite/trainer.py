@@ -3,26 +3,23 @@ stop."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import signal
-import threading
 import time
 import warnings
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 
 from sage_lite import advantages, checkpoint, loading, memory, unsloth_backend
-from sage_lite.config import FREE, TrainConfig, batch_indices, check, learning_rate, schedule_factor, step_seed
+from sage_lite.config import TrainConfig, batch_indices, check, learning_rate, schedule_factor, step_seed
 from sage_lite.errors import UserError
 from sage_lite.oom import Limit
 from sage_lite.policy import Policy, base_of, encode, load_policy, prompt_style
 from sage_lite.recipes import Recipe, recipe
+from sage_lite.resume import prepare_folder, stop_on_interrupt
 from sage_lite.rewards import score_all
 from sage_lite.rollout import rows_at_once, sample
 from sage_lite.runlog import CompletionsFile, MetricsFile, progress_bar
@@ -73,11 +70,11 @@ def train(
     peak = learning_rate(config, policy)
     optimizer = torch.optim.AdamW([p for _, p in policy.trainable()], lr=peak, weight_decay=config.weight_decay)
     out = Path(config.out) if config.out is not None else None
-    first = _prepare_folder(config, out, policy, optimizer)
+    first = prepare_folder(config, out, policy, optimizer)
     limits = _limits(config, out if first else None, policy, ready)
     started, history, stop_at, warned = time.perf_counter(), [], None, False
 
-    with MetricsFile(out, first) as log, CompletionsFile(out, first) as samples, _stop_on_interrupt() as interrupted:
+    with MetricsFile(out, first) as log, CompletionsFile(out, first) as samples, stop_on_interrupt() as interrupted:
         with progress_bar(config.method, first, config.steps, config.progress) as bar:
             for step in range(first + 1, config.steps + 1):
                 began = time.perf_counter()
@@ -230,50 +227,3 @@ def _check_context(model_config, prompts: list[list[int]], max_new_tokens: int) 
             f"with max_new_tokens={max_new_tokens} that passes the model's context of {context}: "
             f"lower max_new_tokens, or leave long prompts out with max_prompt_tokens={context - max_new_tokens}"
         )
-
-
-def _prepare_folder(config: TrainConfig, out: Path | None, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-    """Make or resume the run's folder; returns the number of steps already done."""
-    if out is None:
-        return 0
-    settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    out.mkdir(parents=True, exist_ok=True)
-    found = checkpoint.latest(out / "checkpoints")
-    if not config.resume:
-        if found is not None:
-            raise UserError(
-                f"{out} already holds a run up to {found.name}: set resume to go on with it, or choose another folder"
-            )
-        checkpoint.check_space(out, policy, config.keep_checkpoints)
-        (out / "config.json").write_text(json.dumps(settings, indent=1))
-        return 0
-    if found is None:
-        raise UserError(f"nothing to resume: there is no checkpoint in {out / 'checkpoints'}")
-    before = json.loads((out / "config.json").read_text())
-    changed = [k for k in settings if k not in FREE and k in before and before[k] != settings[k]]
-    if config.schedule != "constant" and before.get("steps") != settings["steps"]:
-        changed.append("steps")
-    if changed:
-        k = changed[0]
-        raise UserError(f"cannot resume {out} as another run: {k} was {before.get(k)!r} and is now {settings[k]!r}")
-    return int(checkpoint.load_checkpoint(found, policy, optimizer)["step"])
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second one interrupts as usual. Off the main thread it is never set."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def ask_to_stop(*_: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, previous)
-
-    signal.signal(signal.SIGINT, ask_to_stop)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)

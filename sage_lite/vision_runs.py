@@ -1,17 +1,13 @@
-"""Recorded runs of the classifier experiment: the command that makes them, and what a notebook asks of them.
+"""Recorded runs of the classifier experiment: what is written of a run, and what a notebook asks of the records.
 
 A record is one JSON line a run: what was run (settings, seed, command, versions, kind of hardware), its curve, and the
-test numbers at its end. Curves are means over windows of WINDOW steps.
+test numbers at its end. Curves are means over windows of WINDOW steps. `sage_lite.vision_train` makes them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import shlex
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +21,12 @@ from sage_lite import theory, vision
 from sage_lite.device import pick_device
 from sage_lite.errors import UserError
 from sage_lite.evaluation import Interval
-from sage_lite.runlog import read_lines
 from sage_lite.vision_data import ImageSet
-from sage_lite.vision_train import PRESETS, VisionConfig, VisionResult, load_data, train
+from sage_lite.vision_loop import VisionConfig, VisionResult
 
 WINDOW = 5
 SMOOTH = 5  # windows over which the pass rate is averaged, so that a few lucky images are no start
 LEFT = 10.0  # a run has left the start when its pass rate is this many times that of guessing
-_SWEPT = ("method", "rollouts", "seed")
 _NOT_RECORDED = {"out", "resume", "progress", "checkpoint_every", "keep_checkpoints", "device", "amp"}
 
 
@@ -94,80 +88,19 @@ def record(config: VisionConfig, result: VisionResult, data: tuple[ImageSet, Ima
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     tests = [{"step": m["step"], **{k: round(v, 5) for k, v in m.items() if k.startswith("test_")}}
              for m in result.metrics if "test_top1" in m]
-    return {"config": _settings(config), "classes": len(data[0].classes), "steps": len(result.metrics),
+    return {"config": settings_of(config), "classes": len(data[0].classes), "steps": len(result.metrics),
             "curve": curve(result.metrics), "tests": tests,
             "tested_on": "training images" if data[1] is None else "test images",
             "cpu_seconds": round(cpu_seconds, 1), "hardware": name,
             "versions": {"sage_lite": sage_lite.__version__, "torch": torch.__version__}}
 
 
-def _settings(config: VisionConfig) -> dict[str, Any]:
+def settings_of(config: VisionConfig) -> dict[str, Any]:
     """What makes a run this run, as JSON gives it back; of a folder of images only its own name."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_RECORDED}
-    return json.loads(json.dumps({**settings, "data": _short(config.data)}))
+    return json.loads(json.dumps({**settings, "data": short(config.data)}))
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
     """The last two parts of an absolute path: a record names no folder of the machine it was made on."""
     return "/".join(Path(path).parts[-2:]) if Path(path).is_absolute() else path
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m sage_lite.vision_train`: one run for each method, number of rollouts and seed."""
-    parser = argparse.ArgumentParser(prog="python -m sage_lite.vision_train", description="Train a classifier on "
-                                     "sampled labels: one run for each method, number of rollouts and seed.")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="digits", help="values for what is not given")
-    parser.add_argument("--record", type=Path, help="append each run to this JSONL file; those in it are skipped")
-    parser.add_argument("--tau", type=float, help="SAGE's temperature (default 0.2)")
-    for field in dataclasses.fields(VisionConfig):
-        if field.name == "advantage_params":
-            continue
-        kind = next(kind for kind in (bool, float, int, str) if kind.__name__ in str(field.type))
-        options = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-        if field.name in _SWEPT:
-            options["nargs"] = "+"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
-    given = vars(parser.parse_args(argv))
-    preset, path, tau = (given.pop(name) for name in ("preset", "record", "tau"))
-    words = [_short(word) for word in (sys.argv[1:] if argv is None else argv)]
-    command = "python -m sage_lite.vision_train " + shlex.join(words)
-    try:
-        _run_all({**PRESETS[preset], **given}, path, tau, command)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _run_all(given: dict[str, Any], path: Path | None, tau: float | None, command: str) -> None:
-    swept = {name: given.pop(name, [getattr(VisionConfig, name)]) for name in _SWEPT}
-    configs = [VisionConfig(**given, method=method, rollouts=rollouts, seed=seed,
-                            advantage_params={"tau": tau} if method == "sage" and tau else {})
-               for seed in swept["seed"] for rollouts in swept["rollouts"] for method in swept["method"]
-               if method != "cross_entropy" or rollouts == swept["rollouts"][0]]
-    if len(configs) > 1 and given.get("out"):
-        raise UserError(f"out is the folder of one run, and this is {len(configs)}: use record instead")
-    done = [] if path is None else [line["config"] for line in read_lines(path)]
-    data = load_data(configs[0])
-    for config in configs:
-        name = f"{config.method}, {config.rollouts} rollouts, seed {config.seed}"
-        if _settings(config) in done:
-            print(f"{name}: already recorded")
-            continue
-        began = time.process_time()
-        try:
-            result = train(config, data)
-        except UserError as error:  # a diverged run is a result, too; the others go on
-            print(f"{name}: {error}", flush=True)
-            if len(configs) == 1:
-                raise
-            continue
-        if result.stopped_early:
-            return
-        line = record(config, result, data, time.process_time() - began)
-        end = {k.removeprefix("test_"): round(v, 4) for k, v in line["tests"][-1].items() if k.startswith("test_")}
-        print(f"{name}: leaves at {leaves_at(line['curve'], line['classes'])}, {end}", flush=True)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps({"command": command, **line}) + "\n")

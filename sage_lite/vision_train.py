@@ -1,4 +1,4 @@
-"""Train a classifier on sampled labels: the loop, its presets and its command.
+"""The command that trains classifiers on sampled labels, one run for each method, number of rollouts and seed.
 
     python -m sage_lite.vision_train --method sage --tau 0.2 --rollouts 1024
     python -m sage_lite.vision_train --method reinforce sage --seed 0 1 2 --record runs.jsonl
@@ -7,275 +7,84 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import math
+import json
+import shlex
+import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from sage_lite import advantages, checkpoint, theory, vision
-from sage_lite.config import batch_indices
-from sage_lite.device import best_dtype, pick_device
 from sage_lite.errors import UserError
-from sage_lite.runlog import MetricsFile
-from sage_lite.trainer import _prepare_folder, _stop_on_interrupt
-from sage_lite.vision_data import ImageSet, load_images, random_crop
-from sage_lite.vision_model import build_model
+from sage_lite.runlog import read_lines
+from sage_lite.vision_loop import PRESETS, VisionConfig, load_data, train
+from sage_lite.vision_runs import leaves_at, record, settings_of, short
 
-PASS_K = 128
-PARAMETERS: dict[str, dict[str, Any]] = {"sage": {"tau": 0.2}}  # the paper's, for this experiment
-PRESETS: dict[str, dict[str, Any]] = {
-    "digits": {},
-    # The paper's experiment: ResNet-50 from scratch, 20 epochs of SGD with 1,024 sampled labels an image.
-    "imagenet": {"data": "ILSVRC/imagenet-1k", "model": "resnet50", "size": 224, "epochs": 20, "batch_size": 256,
-                 "lr": 0.1, "warmup": 0.05, "schedule": "cosine", "crop": 0.08, "eval_every": 1000},
-    # A check that fits a laptop: a few hundred or thousand images of 64 pixels (give --data), learnt by heart.
-    "imagenet64": {"model": "tiny", "size": 64, "epochs": 30, "batch_size": 100, "eval_every": 50},
-}
+_SWEPT = ("method", "rollouts", "seed")
 
 
-@dataclass
-class VisionConfig:
-    """All of a run. The defaults are the offline experiment: 1,000 classes made of digits, a small ResNet.
-
-    method: "cross_entropy" or an advantage's name; advantage_params: its parameters, over PARAMETERS (SAGE's tau is 0.2
-    here). rollouts: sampled labels an image.
-    estimator: "conditional", "sampled" or "expected" (`sage_lite.vision`). match_speed: divide the loss by the batch's
-    mean p w(p), so that the update has cross-entropy's size and only the method's weighting is left.
-    data, digits, classes, limit, size: as in `vision_data.load_images`. crop: smallest share of the area that
-    `random_crop` keeps, None for no augmentation. steps: None takes `epochs`. warmup: share of the steps.
-    lr, momentum, weight_decay: SGD's. amp: automatic mixed precision, on a GPU only. eval_every: steps, 0 for only at
-    the end. out: folder of the run, None leaves no file. resume: go on from its last checkpoint.
-    """
-
-    method: str = "sage"
-    advantage_params: dict[str, Any] = field(default_factory=dict)
-    rollouts: int = 1024
-    estimator: str = "conditional"
-    match_speed: bool = False
-    data: str = "digits"
-    digits: int = 3
-    classes: int | None = None
-    limit: int | None = None
-    size: int = 224
-    crop: float | None = None
-    model: str = "small"
-    steps: int | None = None
-    epochs: float = 2.4
-    batch_size: int = 64
-    lr: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    warmup: float = 0.0
-    schedule: str = "constant"
-    amp: bool = True
-    device: str | None = None
-    seed: int = 0
-    eval_every: int = 0
-    out: str | None = None
-    resume: bool = False
-    checkpoint_every: int = 500
-    keep_checkpoints: int = 2
-    progress: bool = False
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m sage_lite.vision_train`: one run for each method, number of rollouts and seed."""
+    parser = argparse.ArgumentParser(prog="python -m sage_lite.vision_train", description="Train a classifier on "
+                                     "sampled labels: one run for each method, number of rollouts and seed.")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="digits", help="values for what is not given")
+    parser.add_argument("--record", type=Path, help="append each run to this JSONL file; those in it are skipped")
+    parser.add_argument("--tau", type=float, help="SAGE's temperature (default 0.2)")
+    for field in dataclasses.fields(VisionConfig):
+        if field.name == "advantage_params":
+            continue
+        kind = next(kind for kind in (bool, float, int, str) if kind.__name__ in str(field.type))
+        options = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        if field.name in _SWEPT:
+            options["nargs"] = "+"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
+    given = vars(parser.parse_args(argv))
+    preset, path, tau = (given.pop(name) for name in ("preset", "record", "tau"))
+    words = [short(word) for word in (sys.argv[1:] if argv is None else argv)]
+    command = "python -m sage_lite.vision_train " + shlex.join(words)
+    try:
+        _run_all({**PRESETS[preset], **given}, path, tau, command)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-@dataclass
-class VisionResult:
-    """What a run leaves in memory: the model, one dict of metrics a step, and whether Ctrl-C ended it early."""
-
-    model: torch.nn.Module
-    metrics: list[dict[str, Any]]
-    seconds: float
-    stopped_early: bool
-
-
-def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = None) -> VisionResult:
-    """Run `config`; `data`, training and test images, is used instead of loading when given.
-
-    Every step draws its batch, its crops and its labels from generators seeded with (seed, step), so that a resumed run
-    is the run that was never stopped, and two methods see the same images. Raises UserError for settings that make no
-    sense before the first step, and when the logits stop being finite.
-    """
-    advantage = _check(config)
-    device = pick_device(config.device)
-    data = data or load_data(config)
-    images, test = data[0], data[1] or data[0]
-    if config.steps is None:
-        config = dataclasses.replace(config, steps=max(1, round(config.epochs * len(images) / config.batch_size)))
-    height = images.size if images.pixels is None else images.pixels.shape[2]
-    model = build_model(config.model, len(images.classes), channels=images.channels, height=height, seed=config.seed)
-    model = model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum,
-                                weight_decay=config.weight_decay)
-    half = best_dtype(device) if config.amp and device.type == "cuda" else torch.float32
-    scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
-    saved, out = _Saved(model), None if config.out is None else Path(config.out)
-    first = _prepare_folder(config, out, saved, optimizer)
-    if first and (state := checkpoint.load_checkpoint(checkpoint.latest(out / "checkpoints"), saved, optimizer)):
-        scaler.load_state_dict(state["scaler"])
-    mean, std = (value.to(device) for value in _scale(images))
-    history, stopped, started = [], False, time.perf_counter()
-    with MetricsFile(out, first) as log, _stop_on_interrupt() as interrupted:
-        for step, pixels, labels in _batches(images, config, first):
-            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-            pixels = (pixels.to(device).float() - mean) / std
-            if config.crop:
-                pixels = random_crop(pixels, config.size, smallest=config.crop, generator=generator)
-            labels = labels.to(device)
-            rate = config.lr * schedule(config, step - 1)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            model.train()
-            with torch.autocast(device.type, half, enabled=half is not torch.float32):
-                logits = model(pixels).logits
-            draws = generator if device.type == "cpu" else torch.Generator(device).manual_seed(generator.initial_seed())
-            loss = _loss(config, advantage, logits, labels, draws)
-            optimizer.zero_grad(set_to_none=True)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            line = {"step": step, "lr": rate, **_numbers(logits, labels)}
-            last = step == config.steps or interrupted.is_set()
-            if last or (config.eval_every and step % config.eval_every == 0):
-                line |= evaluate(model, test, mean, std, config.size if config.crop else None)
-            history.append(log.write(line))
-            if config.progress and (last or step % 10 == 0):
-                print(f"{config.method} step {step}/{config.steps}: pass rate {line['pass_rate']:.4f}", flush=True)
-            if out is not None and (last or step % config.checkpoint_every == 0):
-                state = {"scaler": scaler.state_dict()}
-                checkpoint.save_checkpoint(out / "checkpoints", step, saved, optimizer, state, config.keep_checkpoints)
-            if interrupted.is_set() and step < config.steps:
-                stopped = True
-                break
-    return VisionResult(model, history, time.perf_counter() - started, stopped)
-
-
-def load_data(config: VisionConfig) -> tuple[ImageSet, ImageSet | None]:
-    """Training and test images of a run; those to be cropped are decoded a seventh larger (256 pixels for 224)."""
-    size = config.size + config.size // 7 if config.crop else config.size
-    return load_images(config.data, size=size, digits=config.digits, classes=config.classes, limit=config.limit)
-
-
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, images: ImageSet, mean: torch.Tensor, std: torch.Tensor, size: int | None = None,
-             batch_size: int = 500) -> dict[str, float]:
-    """Top-1 accuracy, mean -log p, and exact pass@1 (mean p) and pass@128 over `images`, as "test_…".
-
-    mean, std: [C, 1, 1], the scale of the pixels that the model was trained on. size: only this middle square is shown.
-    """
-    model.eval()
-    right, odds = [], []
-    for start in range(0, len(images), batch_size):
-        index = range(start, min(start + batch_size, len(images)))
-        pixels = (images.batch(index).to(mean.device).float() - mean) / std
-        if size is not None:
-            edge = (pixels.shape[-1] - size) // 2
-            pixels = pixels[..., edge:edge + size, edge:edge + size]
-        logits, labels = model(pixels).logits, images.labels[index.start:index.stop].to(mean.device)
-        right.append(logits.argmax(-1) == labels)
-        odds.append(vision.log_odds(logits, labels).double())
-    odds = torch.cat(odds)
-    return {"test_top1": torch.cat(right).double().mean().item(), "test_loss": -F.logsigmoid(odds).mean().item(),
-            "test_pass@1": vision.pass_at(odds, 1).mean().item(),
-            f"test_pass@{PASS_K}": vision.pass_at(odds, PASS_K).mean().item()}
-
-
-def schedule(config: VisionConfig, step: int) -> float:
-    """Share of the peak learning rate at `step` (from 0): a linear warm-up, then constant or half a cosine."""
-    warm = round(config.warmup * config.steps)
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    if config.schedule == "constant":
-        return 1.0
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warm) / (config.steps - warm)))
-
-
-def _batches(images: ImageSet, config: VisionConfig, first: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(step, pixels, labels) of each step after `first`; the next batch is decoded while this one is trained on."""
-    def load(step: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        index = batch_indices(len(images), config.batch_size, step - 1, config.seed)
-        return step, images.batch(index), images.labels[index]
-
-    with ThreadPoolExecutor(1) as pool:
-        ahead = None
-        for step in range(first + 1, config.steps + 1):
-            batch = load(step) if ahead is None else ahead.result()
-            ahead = pool.submit(load, step + 1) if step < config.steps else None
-            yield batch
-
-
-def _loss(config: VisionConfig, advantage: Any, logits: torch.Tensor, labels: torch.Tensor,
-          generator: torch.Generator) -> torch.Tensor:
-    if advantage is None:
-        return F.cross_entropy(logits.float(), labels)
-    loss = vision.LOSSES[config.estimator](logits, labels, config.rollouts, advantage, generator=generator)
-    if not config.match_speed:
-        return loss
-    pass_rate = torch.sigmoid(vision.log_odds(logits.detach(), labels)).cpu().double().numpy()
-    return loss / max(float(vision.relative_speed(advantage, pass_rate, config.rollouts).mean()), 1e-12)
-
-
-@torch.no_grad()
-def _numbers(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Of the training batch, before the update: mean p, mean log p and accuracy."""
-    odds = vision.log_odds(logits, labels)
-    right = (logits.argmax(-1) == labels).float().mean()
-    values = torch.stack([torch.sigmoid(odds).mean(), F.logsigmoid(odds).mean(), right]).tolist()
-    return dict(zip(("pass_rate", "log_pass", "top1"), values))
-
-
-def _scale(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of each channel, [C, 1, 1], from up to 1,000 training images spread over the set."""
-    some = images.batch(range(0, len(images), max(1, len(images) // 1000))).double()
-    return some.mean((0, 2, 3))[:, None, None].float(), some.std((0, 2, 3))[:, None, None].clamp(min=1.0).float()
-
-
-def _check(config: VisionConfig) -> Any:
-    """The method's advantage: None for cross-entropy, else its table, or the function where labels are sampled.
-
-    Raises UserError for settings that make no sense.
-    """
-    for name in ("batch_size", "checkpoint_every", "keep_checkpoints", "steps"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise UserError(f"{name} must be >= 1, got {value}")
-    if config.schedule not in ("constant", "cosine"):
-        raise UserError(f"unknown schedule {config.schedule!r}; choose constant or cosine")
-    if config.estimator not in vision.LOSSES:
-        raise UserError(f"unknown estimator {config.estimator!r}; choose one of {', '.join(vision.LOSSES)}")
-    if not (config.lr > 0 and 0 < config.momentum < 1 and 0 <= config.warmup < 1 and config.epochs > 0):
-        raise UserError("lr and epochs must be > 0, momentum in (0, 1) and warmup in [0, 1), got "
-                        f"{config.lr}, {config.epochs}, {config.momentum} and {config.warmup}")
-    if config.resume and config.out is None:
-        raise UserError("resume needs out, the folder of the run to go on with")
-    if config.method == "cross_entropy":
-        return None
-    parameters = {**PARAMETERS.get(config.method, {}), **config.advantage_params}
-    advantage = advantages.get(config.method, **parameters)
-    return advantage if config.estimator == "sampled" else theory.binary_table(advantage, config.rollouts)
-
-
-class _Saved:
-    """What `sage_lite.checkpoint` asks of a policy, for a plain model."""
-
-    is_adapter = False
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-
-    def trainable(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.model.named_parameters()
+def _run_all(given: dict[str, Any], path: Path | None, tau: float | None, command: str) -> None:
+    swept = {name: given.pop(name, [getattr(VisionConfig, name)]) for name in _SWEPT}
+    configs = [VisionConfig(**given, method=method, rollouts=rollouts, seed=seed,
+                            advantage_params={"tau": tau} if method == "sage" and tau else {})
+               for seed in swept["seed"] for rollouts in swept["rollouts"] for method in swept["method"]
+               if method != "cross_entropy" or rollouts == swept["rollouts"][0]]
+    if len(configs) > 1 and given.get("out"):
+        raise UserError(f"out is the folder of one run, and this is {len(configs)}: use record instead")
+    done = [] if path is None else [line["config"] for line in read_lines(path)]
+    data = load_data(configs[0])
+    for config in configs:
+        name = f"{config.method}, {config.rollouts} rollouts, seed {config.seed}"
+        if settings_of(config) in done:
+            print(f"{name}: already recorded")
+            continue
+        began = time.process_time()
+        try:
+            result = train(config, data)
+        except UserError as error:  # a diverged run is a result, too; the others go on
+            print(f"{name}: {error}", flush=True)
+            if len(configs) == 1:
+                raise
+            continue
+        if result.stopped_early:
+            return
+        line = record(config, result, data, time.process_time() - began)
+        end = {k.removeprefix("test_"): round(v, 4) for k, v in line["tests"][-1].items() if k.startswith("test_")}
+        print(f"{name}: leaves at {leaves_at(line['curve'], line['classes'])}, {end}", flush=True)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps({"command": command, **line}) + "\n")
 
 
 if __name__ == "__main__":
-    from sage_lite.vision_runs import main
-
     raise SystemExit(main())

@@ -12,12 +12,13 @@ import sys
 import pytest
 import torch
 
-from sage_lite import checkpoint, theory, vision, vision_train
+from sage_lite import checkpoint, theory, vision, vision_loop
 from sage_lite.errors import UserError
 from sage_lite.vision_data import ImageSet, digit_numbers
+from sage_lite.vision_loop import PRESETS, VisionConfig, evaluate, load_data, schedule, train
 from sage_lite.vision_model import MODELS, build_model
-from sage_lite.vision_runs import curve, leaves_at, main, mean_interval, predicted_leave, select
-from sage_lite.vision_train import PRESETS, VisionConfig, evaluate, load_data, schedule, train
+from sage_lite.vision_runs import curve, leaves_at, mean_interval, predicted_leave, select
+from sage_lite.vision_train import main
 
 SMALL = {"digits": 1, "model": "tiny", "batch_size": 16, "lr": 0.05}
 
@@ -58,7 +59,7 @@ def test_at_a_matched_size_equal_pass_rates_give_the_update_of_cross_entropy(met
     for name, matched in (("cross_entropy", False), (method, True), (method, False)):
         config = VisionConfig(method=name, match_speed=matched, estimator="expected", rollouts=16)
         z = logits.clone().requires_grad_()
-        loss = vision_train._loss(config, vision_train._check(config), z, labels, torch.Generator())
+        loss = vision_loop._loss(config, vision_loop._check(config), z, labels, torch.Generator())
         found[name, matched] = torch.autograd.grad(loss, z)[0]
     assert torch.allclose(found[method, True], found["cross_entropy", False], rtol=1e-6)
     assert not torch.allclose(found[method, False], found["cross_entropy", False], rtol=0.05)
@@ -150,7 +151,7 @@ def test_presets_are_the_papers_and_every_preset_is_a_config():
     assert imagenet.schedule == "cosine" and imagenet.warmup > 0 and imagenet.crop == 0.08
     for preset in PRESETS.values():
         VisionConfig(**preset)
-    table = vision_train._check(VisionConfig())
+    table = vision_loop._check(VisionConfig())
     assert table.gain[0] == pytest.approx(1024 / (1 + 1023 * math.exp(-5)) - 1, rel=1e-6)  # tau is 0.2
 
 
