@@ -146,14 +146,18 @@ def test_folders_that_are_no_image_folders_say_so(folder, tmp_path):
 # -- the hub, without a network --------------------------------------------------------------------------------------
 
 
-def rows(count, classes=4):
+def table(count, classes=4):
     import datasets
 
     names = datasets.ClassLabel(names=list("abcd")[:classes])
     features = datasets.Features({"image": datasets.Image(), "label": names})
-    table = {"image": [{"bytes": picture((i, 0, 0)), "path": None} for i in range(count)],
-             "label": [i % classes for i in range(count)]}
-    return datasets.Dataset.from_dict(table, features=features).to_iterable_dataset()
+    columns = {"image": [{"bytes": picture((i, 0, 0)), "path": None} for i in range(count)],
+               "label": [i % classes for i in range(count)]}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def rows(count):
+    return table(count).to_iterable_dataset()
 
 
 @pytest.fixture
@@ -177,6 +181,18 @@ def test_imagenette_is_streamed_from_the_parquet_copy(hub):
     assert hub == [(("frgfm/imagenette",), options)]
     assert (len(train), len(test), train.classes) == (12, 6, ["a", "b", "c", "d"])
     assert train.labels.tolist() == [0, 1, 2, 3] * 3 and train.batch([5])[0, 0, 3, 3] == 5
+
+
+def test_a_parquet_copy_laid_out_like_imagenettes_is_streamed(tmp_path, monkeypatch):
+    """No stand-in: `datasets` reads a local copy of the hub's folders, one for each size of the images."""
+    for size, counts in (("160px", (12, 6)), ("320px", (3, 3))):
+        for split, count in zip(("train", "validation"), counts):
+            (tmp_path / size / split).mkdir(parents=True)
+            table(count).to_parquet(tmp_path / size / split / "0000.parquet")
+    monkeypatch.setitem(vision_data.HUB, str(tmp_path), vision_data.HUB["frgfm/imagenette"])
+    train, test = vision_data.hub_images(str(tmp_path), 8, limit=7)
+    assert (len(train), len(test), train.classes) == (7, 6, ["a", "b", "c", "d"])
+    assert train.labels.tolist() == [0, 1, 2, 3, 0, 1, 2] and train.batch([5])[0, 0, 3, 3] == 5
 
 
 def test_imagenet_needs_a_limit_and_takes_the_first_images_or_classes(hub):
