@@ -166,7 +166,7 @@ def _matched_by_quadrature(lr, tau, group_size):
 )  # fmt: skip
 def _check_scale_matched(answer):
     cases = [(1.0, 1.0, 8), (1e-3, 0.3, 16), (0.5, 10.0, 4)]
-    agree(answer, _matched_by_quadrature, cases, names=("lr", "tau", "group_size"), rtol=1e-3, atol=0, mistakes={
+    agree(answer, _matched_by_quadrature, cases, names=("lr", "tau", "group_size"), rtol=1e-2, atol=0, mistakes={
         "the ratio is upside down: a smaller mean weight needs a larger step": _upside_down,
         "this matches the weight at p = 1/2; take the mean over the whole curve": _by_the_middle,
         "w shrinks like 1/tau only for large tau": lambda lr, tau, m: lr * tau / 0.1,

@@ -48,6 +48,8 @@ _SAGE_MISTAKES = {
 @exercise("02.1", "Write the one line", difficulty=1, minutes=5, solution=_sage, wrong=[
     *[(mistaken, message) for message, mistaken in _SAGE_MISTAKES.items()],
     (_sage_naive, "largest reward first"),
+    (lambda r, tau: _sage_naive(r - r.max(), tau), "each group's largest"),
+    (lambda r, tau: _sage_naive((r / tau).clamp(max=80), 1.0), "two groups at tau = 0.001"),
     (lambda r, tau: torch.tensor([2.99946, -0.99982, -0.99982, -0.99982]), "expected shape"),
 ])
 def _check_sage(answer) -> None:
@@ -55,9 +57,9 @@ def _check_sage(answer) -> None:
     agree(answer, advantages.sage, cases, names=("rewards", "tau"), mistakes=_SAGE_MISTAKES)
     c = torch.tensor(2.0).log().item()  # tau = 1 / ln 2 turns e^{r/tau} into 2^r
     expect(answer(torch.tensor([[2.0, 1.0, 0.0]]), 1 / c), [[5 / 7, -1 / 7, -4 / 7]], "rewards [2, 1, 0] at 2^r")
-    sharp = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    _finite(answer(sharp, 1e-3), "e^1000 overflows at tau = 0.001; subtract the largest reward first")
-    expect(answer(sharp, 1e-3), [[3.0, -1.0, -1.0, -1.0]], "rewards [1, 0, 0, 0] at tau = 0.001")
+    sharp = torch.tensor([[1.0, 0.9, 0.0, 0.0], [0.2, 0.0, 0.0, 0.0]])
+    _finite(answer(sharp, 1e-3), "e^1000 overflows at tau = 0.001; subtract each group's largest reward first")
+    expect(answer(sharp, 1e-3), [[3.0, -1.0, -1.0, -1.0]] * 2, "two groups at tau = 0.001")
 
 
 # -- 02.2 ----------------------------------------------------------------------------------------------------------
@@ -98,8 +100,12 @@ def _mask(tokens: Tensor, eos: int) -> Tensor:
 
 _MASK_MISTAKES = {
     "the EOS itself is sampled, and trained on: keep the first one": lambda t, eos: (t == eos).cumsum(-1) == 0,
+    "the EOS itself is sampled, and trained on: keep the first one and nothing behind it": lambda t, eos: t != eos,
     "with pad = EOS every row may hold many: keep nothing after the first": lambda t, eos: torch.ones_like(t).bool(),
     "a token before the first EOS must stay; this keeps the others": lambda t, eos: ~_mask(t, eos),
+    "nothing behind the first EOS is live, whatever token it is": lambda t, eos: (t == eos).cumsum(-1) <= 1,
+    "what follows a token behind the first EOS is not live either": lambda t, eos: torch.cat(
+        [torch.ones_like(t[..., :1]).bool(), t[..., :-1] != eos], -1),
 }
 
 
@@ -122,6 +128,7 @@ def _check_mask(answer) -> None:
         tokens = torch.randint(3, 9, (2, 7), generator=g)
         tokens[0, length:], tokens[1, length - 1:] = 0, 0
         cases.append((tokens, 0))
+    cases.append((torch.tensor([[5, 7, 2, 0, 0], [5, 2, 7, 2, 0]]), 2))  # other tokens behind the first EOS
     agree(answer, completion_mask, cases, names=("tokens", "eos"), mistakes=_MASK_MISTAKES)
     cut = torch.tensor([[5, 7, 4, 4]])
     expect(answer(cut, 2), [[1, 1, 1, 1]], "a completion cut off by the length limit has no EOS and stays whole")

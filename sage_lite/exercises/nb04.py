@@ -56,7 +56,7 @@ _LOSS_MISTAKES = {
 
 def _library_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """What policy_loss's gradient at ratio 1 says: CISPO with no bound reached is A log pi, token mean."""
-    return policy_loss(logprobs, logprobs.detach(), advantages, mask.bool(), kind="cispo")[0]
+    return policy_loss(logprobs, logprobs.detach(), advantages, mask, kind="cispo")[0]
 
 
 @exercise("04.2", "Write the loss of the first step", difficulty=2, minutes=10, solution=_token_mean,
@@ -66,7 +66,7 @@ def _check_token_mean(answer) -> None:
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, 6, (4, 1), generator=generator)
-        mask = (torch.arange(5) < lengths).float()
+        mask = torch.arange(5) < lengths
         logprobs = -torch.rand(4, 5, generator=generator)
         cases.append((logprobs, torch.randn(4, generator=generator), mask))
     agree(answer, _library_loss, cases, names=["logprobs", "advantages", "mask"], mistakes=_LOSS_MISTAKES)

@@ -140,7 +140,7 @@ def _reference_kl(policy, logprobs: Callable, mask: Tensor) -> Tensor:
 def _library_kl(policy, logprobs: Callable, mask: Tensor) -> Tensor:
     """kl_k3 on the toy's own numbers, without its switch."""
     kl = kl_k3(policy.base + policy.shift, policy.base)
-    return kl[mask.bool()].mean()
+    return kl[mask].mean()
 
 
 def _with_log_ratio(of: Callable[[Tensor, Tensor], Tensor]) -> Callable:
@@ -178,7 +178,7 @@ def _check_reference_kl(answer) -> None:
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
         policy = _ToyPolicy(-torch.rand(3, 4, generator=g) - 1, torch.randn(3, 4, generator=g) / 2)
-        mask = (torch.arange(4) < torch.randint(1, 4, (3, 1), generator=g)).float()
+        mask = torch.arange(4) < torch.randint(1, 4, (3, 1), generator=g)
         cases.append((policy, _toy_logprobs, mask))
     agree(answer, _library_kl, cases, names=["policy", "logprobs", "mask"], mistakes=_KL_MISTAKES)
 
