@@ -1,4 +1,4 @@
-"""The one exception for a mistake that the user can mend."""
+"""The exception for a mistake that the user can mend."""
 from __future__ import annotations
 
 
@@ -7,3 +7,7 @@ class UserError(ValueError):
 
     The command line prints it as a single line, without a traceback.
     """
+
+
+class Diverged(UserError):
+    """Training left the finite numbers; the message names the setting to lower."""

@@ -24,7 +24,10 @@ def prepare_folder(config: Any, out: Path | None, policy: Policy, optimizer: tor
     if out is None:
         return 0
     settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to the folder {out} ({error.strerror}): choose another out folder") from error
     found = checkpoint.latest(out / "checkpoints")
     if not config.resume:
         if found is not None:
@@ -36,7 +39,10 @@ def prepare_folder(config: Any, out: Path | None, policy: Policy, optimizer: tor
         return 0
     if found is None:
         raise UserError(f"nothing to resume: there is no checkpoint in {out / 'checkpoints'}")
-    before = json.loads((out / "config.json").read_text())
+    try:
+        before = json.loads((out / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot resume {out}: its config.json is missing or damaged; put it back") from error
     changed = [k for k in settings if k not in FREE and k in before and before[k] != settings[k]]
     if config.schedule != "constant" and before.get("steps") != settings["steps"]:
         changed.append("steps")

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sage_lite import advantages, checks, theory
-from sage_lite.errors import UserError
+from sage_lite.errors import Diverged, UserError
 
 Advantage = str | Callable[..., Tensor]
 
@@ -42,10 +42,12 @@ def sampled_label_loss(logits: Tensor, labels: Tensor, rollouts: int, advantage:
 
 
 def given_samples(logits: Tensor, labels: Tensor, samples: Tensor, advantage: Advantage) -> Tensor:
-    """The literal loss of sampled labels `samples[N, M]`: what `sampled_label_loss` returns after it has drawn them."""
-    function = advantages.get(advantage) if isinstance(advantage, str) else advantage
+    """The literal loss of sampled labels `samples[N, M]`: what `sampled_label_loss` returns after it has drawn them.
+
+    Raises UserError as `advantages.apply` does.
+    """
     rewards = (samples == labels[:, None]).to(logits.dtype)
-    return -(function(rewards) * logits.log_softmax(-1).gather(-1, samples)).mean()
+    return -(advantages.apply(advantage, rewards) * logits.log_softmax(-1).gather(-1, samples)).mean()
 
 
 def conditional_label_loss(logits: Tensor, labels: Tensor, rollouts: int, advantage: theory.Measurable, *,
@@ -132,5 +134,5 @@ def _checked(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         raise UserError(f"labels must lie in 0..{logits.shape[-1] - 1} (the classes), got {low if low < 0 else high}")
     logits = logits if logits.dtype is torch.float64 else logits.float()
     if not logits.detach().sum().isfinite():
-        raise UserError("the logits are not finite: the training has diverged; lower the learning rate")
+        raise Diverged("the logits are not finite: the training has diverged; lower the learning rate")
     return logits, labels.long()

@@ -71,6 +71,8 @@ def load_images(data: str | Path = "digits", *, size: int = 224, digits: int = 3
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
     if str(data) == "digits":
+        if classes is not None or limit is not None:
+            raise UserError("classes and limit are for folders and the hub: digits has 10^digits classes")
         return digit_numbers(digits, seed=seed)
     if Path(data).expanduser().is_dir():
         return image_folder(Path(data).expanduser(), size, classes=classes, limit=limit)
@@ -97,7 +99,7 @@ def digit_numbers(digits: int = 3, *, train_images: int = 16_000, test_images: i
     parts, sets = np.split(order, [len(order) * 4 // 5]), []
     for part, count in zip(parts, (train_images, test_images)):
         rng = np.random.default_rng([seed, len(sets)])
-        labels = rng.permutation(np.arange(count) % 10**digits)
+        labels = rng.permutation(np.arange(max(count, 10**digits)) % 10**digits)[:count]
         picked = np.empty((count, digits), dtype=np.int64)
         for place in range(digits):
             wanted = labels // 10 ** (digits - 1 - place) % 10
@@ -178,6 +180,8 @@ def _stream(rows: Any, name: str, size: int, classes: int | None, limit: int | N
             break
     if not labels or min(labels) < 0:
         raise UserError(f"{name} gave no labelled image" + (f" of the first {classes} classes" if classes else ""))
+    if len(set(labels)) == 1:
+        raise UserError(f"the first {len(labels)} images of {name} are all of one class: raise limit")
     names = names or [str(label) for label in range(max(labels) + 1)]
     return _kept(torch.tensor(labels), names[:classes], files, size)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,9 +20,9 @@ from sage_lite.config import batch_indices
 from sage_lite.device import best_dtype, pick_device
 from sage_lite.errors import UserError
 from sage_lite.resume import prepare_folder, stop_on_interrupt
-from sage_lite.runlog import MetricsFile
+from sage_lite.runlog import MetricsFile, read_lines
 from sage_lite.vision_data import ImageSet, load_images, random_crop
-from sage_lite.vision_model import build_model
+from sage_lite.vision_model import MODELS, build_model
 
 PASS_K = 128
 PARAMETERS: dict[str, dict[str, Any]] = {"sage": {"tau": 0.2}}  # the paper's, for this experiment
@@ -41,8 +42,8 @@ class VisionConfig:
 
     method: "cross_entropy" or an advantage's name; advantage_params: its parameters, over PARAMETERS (SAGE's tau is 0.2
     here). rollouts: sampled labels an image.
-    estimator: "conditional", "sampled" or "expected" (`sage_lite.vision`). match_speed: divide the loss by the batch's
-    mean p w(p), so that the update has cross-entropy's size and only the method's weighting is left.
+    estimator: "conditional", "sampled" or "expected" (`sage_lite.vision`). match_size: rescale each batch's loss so
+    that its expected gradient in the logits is as long as cross-entropy's; only the weighting of images is left.
     data, digits, classes, limit, size: as in `vision_data.load_images`. crop: smallest share of the area that
     `random_crop` keeps, None for no augmentation. steps: None takes `epochs`. warmup: share of the steps.
     lr, momentum, weight_decay: SGD's. amp: automatic mixed precision, on a GPU only. eval_every: steps, 0 for only at
@@ -53,7 +54,7 @@ class VisionConfig:
     advantage_params: dict[str, Any] = field(default_factory=dict)
     rollouts: int = 1024
     estimator: str = "conditional"
-    match_speed: bool = False
+    match_size: bool = False
     data: str = "digits"
     digits: int = 3
     classes: int | None = None
@@ -97,13 +98,16 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
     is the run that was never stopped, and two methods see the same images. Raises UserError for settings that make no
     sense before the first step, and when the logits stop being finite.
     """
-    advantage = _check(config)
+    advantage = check(config)
     device = pick_device(config.device)
     data = data or load_data(config)
     images, test = data[0], data[1] or data[0]
     if config.steps is None:
         config = dataclasses.replace(config, steps=max(1, round(config.epochs * len(images) / config.batch_size)))
-    height = images.size if images.pixels is None else images.pixels.shape[2]
+    height, width = (images.size, images.size) if images.pixels is None else images.pixels.shape[2:]
+    if config.crop and config.size > min(height, width):
+        raise UserError(f"cannot crop images of {height} x {width} pixels to size {config.size}: lower size, or leave "
+                        "crop out")
     model = build_model(config.model, len(images.classes), channels=images.channels, height=height, seed=config.seed)
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum,
@@ -115,8 +119,11 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
     if first and (state := checkpoint.load_checkpoint(checkpoint.latest(out / "checkpoints"), saved, optimizer)):
         scaler.load_state_dict(state["scaler"])
     mean, std = (value.to(device) for value in _scale(images))
-    history, stopped, started = [], False, time.perf_counter()
+    if first >= config.steps:
+        raise UserError(f"{out} is at step {first} already: give more than {config.steps} steps to go on with it")
+    stopped, started = False, time.perf_counter()
     with MetricsFile(out, first) as log, stop_on_interrupt() as interrupted:
+        history = read_lines(log.path) if first else []
         for step, pixels, labels in _batches(images, config, first):
             generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
             pixels = (pixels.to(device).float() - mean) / std
@@ -136,16 +143,16 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
             scaler.step(optimizer)
             scaler.update()
             line = {"step": step, "lr": rate, **_numbers(logits, labels)}
-            last = step == config.steps or interrupted.is_set()
-            if last or (config.eval_every and step % config.eval_every == 0):
+            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 line |= evaluate(model, test, mean, std, config.size if config.crop else None)
             history.append(log.write(line))
+            last = step == config.steps or interrupted.is_set()  # asked once: the save and the stop go together
             if config.progress and (last or step % 10 == 0):
                 print(f"{config.method} step {step}/{config.steps}: pass rate {line['pass_rate']:.4f}", flush=True)
             if out is not None and (last or step % config.checkpoint_every == 0):
                 state = {"scaler": scaler.state_dict()}
                 checkpoint.save_checkpoint(out / "checkpoints", step, saved, optimizer, state, config.keep_checkpoints)
-            if interrupted.is_set() and step < config.steps:
+            if last and step < config.steps:
                 stopped = True
                 break
     return VisionResult(model, history, time.perf_counter() - started, stopped)
@@ -170,8 +177,8 @@ def evaluate(model: torch.nn.Module, images: ImageSet, mean: torch.Tensor, std: 
         index = range(start, min(start + batch_size, len(images)))
         pixels = (images.batch(index).to(mean.device).float() - mean) / std
         if size is not None:
-            edge = (pixels.shape[-1] - size) // 2
-            pixels = pixels[..., edge:edge + size, edge:edge + size]
+            top, left = ((side - size) // 2 for side in pixels.shape[-2:])
+            pixels = pixels[..., top:top + size, left:left + size]
         logits, labels = model(pixels).logits, images.labels[index.start:index.stop].to(mean.device)
         right.append(logits.argmax(-1) == labels)
         odds.append(vision.log_odds(logits, labels).double())
@@ -210,10 +217,16 @@ def _loss(config: VisionConfig, advantage: Any, logits: torch.Tensor, labels: to
     if advantage is None:
         return F.cross_entropy(logits.float(), labels)
     loss = vision.LOSSES[config.estimator](logits, labels, config.rollouts, advantage, generator=generator)
-    if not config.match_speed:
-        return loss
-    pass_rate = torch.sigmoid(vision.log_odds(logits.detach(), labels)).cpu().double().numpy()
-    return loss / max(float(vision.relative_speed(advantage, pass_rate, config.rollouts).mean()), 1e-12)
+    return loss * _match(config, advantage, logits.detach(), labels) if config.match_size else loss
+
+
+def _match(config: VisionConfig, advantage: Any, logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Length of cross-entropy's gradient in the logits over that of the method's expected one."""
+    probs = logits.double().softmax(-1)
+    lengths = (probs - F.one_hot(labels, probs.shape[-1])).square().sum(-1)  # squared, of each image
+    pass_rate = torch.sigmoid(vision.log_odds(logits.double(), labels)).cpu().numpy()
+    speed = torch.as_tensor(vision.relative_speed(advantage, pass_rate, config.rollouts)).to(lengths)
+    return float((lengths.sum() / (speed.square() * lengths).sum().clamp(min=1e-24)).sqrt())
 
 
 @torch.no_grad()
@@ -231,14 +244,15 @@ def _scale(images: ImageSet) -> tuple[torch.Tensor, torch.Tensor]:
     return some.mean((0, 2, 3))[:, None, None].float(), some.std((0, 2, 3))[:, None, None].clamp(min=1.0).float()
 
 
-def _check(config: VisionConfig) -> Any:
+def check(config: VisionConfig) -> Any:
     """The method's advantage: None for cross-entropy, else its table, or the function where labels are sampled.
 
     Raises UserError for settings that make no sense.
     """
-    for name in ("batch_size", "checkpoint_every", "keep_checkpoints", "steps"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise UserError(f"{name} must be >= 1, got {value}")
+    least = {"batch_size": 2, "checkpoint_every": 1, "keep_checkpoints": 1, "steps": 1, "eval_every": 0, "seed": 0}
+    for name, low in least.items():  # batch normalisation needs two images
+        if (value := getattr(config, name)) is not None and not low <= value < 2**31:
+            raise UserError(f"{name} must be a whole number of at least {low}, got {value}")
     if config.schedule not in ("constant", "cosine"):
         raise UserError(f"unknown schedule {config.schedule!r}; choose constant or cosine")
     if config.estimator not in vision.LOSSES:
@@ -246,13 +260,20 @@ def _check(config: VisionConfig) -> Any:
     if not (config.lr > 0 and 0 < config.momentum < 1 and 0 <= config.warmup < 1 and config.epochs > 0):
         raise UserError("lr and epochs must be > 0, momentum in (0, 1) and warmup in [0, 1), got "
                         f"{config.lr}, {config.epochs}, {config.momentum} and {config.warmup}")
+    if not config.weight_decay >= 0:
+        raise UserError(f"weight_decay must be >= 0, got {config.weight_decay}")
+    if config.model not in MODELS:
+        raise UserError(f"unknown model {config.model!r}; choose one of {', '.join(MODELS)}")
     if config.resume and config.out is None:
         raise UserError("resume needs out, the folder of the run to go on with")
     if config.method == "cross_entropy":
         return None
     parameters = {**PARAMETERS.get(config.method, {}), **config.advantage_params}
     advantage = advantages.get(config.method, **parameters)
-    return advantage if config.estimator == "sampled" else theory.binary_table(advantage, config.rollouts)
+    table = theory.binary_table(advantage, config.rollouts)
+    if not np.any(np.concatenate(table)):
+        raise UserError(f"{config.method} compares the rollouts of a group: rollouts must be > {config.rollouts}")
+    return advantage if config.estimator == "sampled" else table
 
 
 class _Saved:

@@ -82,8 +82,11 @@ def select(records: Sequence[dict[str, Any]], **settings: Any) -> list[dict[str,
 
 
 def record(config: VisionConfig, result: VisionResult, data: tuple[ImageSet, ImageSet | None],
-           cpu_seconds: float) -> dict[str, Any]:
-    """The record of a finished run, ready for `json.dumps`. No name of a machine, a user or a folder gets in."""
+           cpu_seconds: float | None) -> dict[str, Any]:
+    """The record of a finished run, ready for `json.dumps`. No name of a machine, a user or a folder gets in.
+
+    cpu_seconds: None where they are not known, as of a run that was resumed.
+    """
     device = pick_device(config.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     tests = [{"step": m["step"], **{k: round(v, 5) for k, v in m.items() if k.startswith("test_")}}
@@ -91,7 +94,7 @@ def record(config: VisionConfig, result: VisionResult, data: tuple[ImageSet, Ima
     return {"config": settings_of(config), "classes": len(data[0].classes), "steps": len(result.metrics),
             "curve": curve(result.metrics), "tests": tests,
             "tested_on": "training images" if data[1] is None else "test images",
-            "cpu_seconds": round(cpu_seconds, 1), "hardware": name,
+            "cpu_seconds": None if cpu_seconds is None else round(cpu_seconds, 1), "hardware": name,
             "versions": {"sage_lite": sage_lite.__version__, "torch": torch.__version__}}
 
 

@@ -169,6 +169,15 @@ def test_log_odds_and_exact_pass_at_k():
     assert tiny.item() == pytest.approx(128 * math.exp(-40), rel=1e-4)
 
 
+@pytest.mark.parametrize(("own", "message"), [
+    (lambda r: r / r.mean(-1, keepdim=True), r"nan for the group of rewards \[0, 0"),
+    (lambda r: r.mean(-1, keepdim=True), "shape"), (lambda r: r.mean(), "shape"),
+])
+def test_a_readers_function_is_looked_at(own, message):
+    with pytest.raises(UserError, match=message):
+        vision.given_samples(torch.zeros(2, 3), torch.tensor([0, 1]), torch.tensor([[0, 1], [2, 2]]), own)
+
+
 def test_mixed_precision_logits_are_taken_as_float32():
     z = LOGITS.bfloat16().requires_grad_()
     vision.conditional_label_loss(z, LABEL, 16, "sage").backward()

@@ -58,7 +58,18 @@ def test_digits_are_the_same_every_time_and_another_seed_gives_others():
     assert int((a.pixels.long().sum((1, 2, 3)) * torch.arange(50)).sum()) == CHECKSUM
 
 
-CHECKSUM = 17637195
+CHECKSUM = 17347005
+
+
+def test_test_images_are_of_all_numbers_also_where_they_are_fewer():
+    labels = digit_numbers(4, train_images=10, test_images=500)[1].labels
+    assert labels.unique().numel() == 500 and labels.max() > 9000 and 4500 < labels.double().mean() < 5500
+
+
+def test_digits_take_no_classes_and_no_limit():
+    for given in ({"classes": 5}, {"limit": 100}):
+        with pytest.raises(UserError, match="folders and the hub"):
+            load_images("digits", **given)
 
 
 def test_digits_must_be_few():
@@ -193,6 +204,15 @@ def test_a_parquet_copy_laid_out_like_imagenettes_is_streamed(tmp_path, monkeypa
     train, test = vision_data.hub_images(str(tmp_path), 8, limit=7)
     assert (len(train), len(test), train.classes) == (7, 6, ["a", "b", "c", "d"])
     assert train.labels.tolist() == [0, 1, 2, 3, 0, 1, 2] and train.batch([5])[0, 0, 3, 3] == 5
+
+
+def test_a_stream_sorted_by_class_needs_a_larger_limit(monkeypatch):
+    import datasets
+
+    sorted_rows = table(12).sort("label").to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"train": sorted_rows})
+    with pytest.raises(UserError, match="first 3 images of a/b are all of one class"):
+        load_images("a/b", size=8, limit=3)
 
 
 def test_imagenet_needs_a_limit_and_takes_the_first_images_or_classes(hub):

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import sys
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from sage_lite import checkpoint, theory, vision, vision_loop
 from sage_lite.errors import UserError
 from sage_lite.vision_data import ImageSet, digit_numbers
-from sage_lite.vision_loop import PRESETS, VisionConfig, evaluate, load_data, schedule, train
+from sage_lite.vision_loop import PRESETS, VisionConfig, VisionResult, evaluate, load_data, schedule, train
 from sage_lite.vision_model import MODELS, build_model
 from sage_lite.vision_runs import curve, leaves_at, mean_interval, predicted_leave, select
 from sage_lite.vision_train import main
@@ -50,16 +51,31 @@ def test_every_estimator_trains(data, estimator):
     assert result.metrics[-1]["test_top1"] > 0.3
 
 
+@pytest.mark.parametrize("method", ["reinforce", "sage", "grpo", "maxrl"])
+def test_a_matched_update_is_as_long_as_cross_entropys(method):
+    """Pass rates from nearly 0 to nearly 1: the lengths agree in sum, the images' shares do not."""
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4
+    labels, gradients = torch.arange(8) % 5, {}
+    for name, matched in (("cross_entropy", False), (method, True)):
+        config = VisionConfig(method=name, match_size=matched, estimator="expected", rollouts=64)
+        z = logits.clone().requires_grad_()
+        loss = vision_loop._loss(config, vision_loop.check(config), z, labels, torch.Generator())
+        gradients[name] = torch.autograd.grad(loss, z)[0]
+    lengths = {name: gradient.norm(dim=-1) for name, gradient in gradients.items()}
+    assert gradients[method].norm().item() == pytest.approx(gradients["cross_entropy"].norm().item(), rel=1e-6)
+    assert not torch.allclose(lengths[method], lengths["cross_entropy"], rtol=0.05)
+
+
 @pytest.mark.parametrize("method", ["reinforce", "sage", "grpo"])
 def test_at_a_matched_size_equal_pass_rates_give_the_update_of_cross_entropy(method):
-    """Every image has the same p, so the methods differ by one factor, and match_speed takes it out."""
+    """Every image has the same p, so the methods differ by one factor, and match_size takes it out."""
     row, labels = torch.tensor([0.3, -2.0, 1.1, 0.4], dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     logits = torch.stack([row.roll(i - 1) for i in range(4)])  # the label's logit is -2 in each
     found = {}
     for name, matched in (("cross_entropy", False), (method, True), (method, False)):
-        config = VisionConfig(method=name, match_speed=matched, estimator="expected", rollouts=16)
+        config = VisionConfig(method=name, match_size=matched, estimator="expected", rollouts=16)
         z = logits.clone().requires_grad_()
-        loss = vision_loop._loss(config, vision_loop._check(config), z, labels, torch.Generator())
+        loss = vision_loop._loss(config, vision_loop.check(config), z, labels, torch.Generator())
         found[name, matched] = torch.autograd.grad(loss, z)[0]
     assert torch.allclose(found[method, True], found["cross_entropy", False], rtol=1e-6)
     assert not torch.allclose(found[method, False], found["cross_entropy", False], rtol=0.05)
@@ -94,12 +110,41 @@ def test_a_stopped_run_goes_on_to_the_same_bits(data, tmp_path):
     train(half, data)
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-000006")  # as if it had been killed after step 4
     resumed = train(dataclasses.replace(half, resume=True), data)
-    assert [line["step"] for line in resumed.metrics] == [5, 6]
-    assert resumed.metrics == whole.metrics[4:]
+    assert resumed.metrics == whole.metrics and len(whole.metrics) == 6  # of the whole run, also after a resume
     for (name, a), b in zip(weights(whole.model).items(), weights(resumed.model).values()):
         assert a.equal(b), name
     lines = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("whole", "half")]
     assert lines[0] == lines[1] and lines[0].count("\n") == 6
+
+
+def test_a_finished_run_is_not_resumed_and_a_damaged_one_says_so(data, tmp_path):
+    config = VisionConfig(steps=2, out=str(tmp_path), **SMALL)
+    train(config, data)
+    with pytest.raises(UserError, match="is at step 2 already: give more than 2 steps"):
+        train(dataclasses.replace(config, resume=True), data)
+    assert len(train(dataclasses.replace(config, resume=True, steps=4), data).metrics) == 4
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="config.json is missing"):
+        train(dataclasses.replace(config, resume=True, steps=6), data)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write to the folder"):
+        train(dataclasses.replace(config, out=str(tmp_path / "file")), data)
+
+
+def test_ctrl_c_during_an_evaluation_loses_nothing(data, tmp_path, monkeypatch):
+    """The step that was being evaluated is saved before the run stops."""
+    whole, calls = vision_loop.evaluate, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return whole(*arguments)
+
+    monkeypatch.setattr(vision_loop, "evaluate", interrupted)
+    result = train(VisionConfig(steps=9, eval_every=2, out=str(tmp_path), **SMALL), data)
+    assert result.stopped_early and len(result.metrics) == 4
+    assert checkpoint.latest(tmp_path / "checkpoints").name == "step-000004"
 
 
 def test_a_checkpoint_holds_no_pickle(data, tmp_path):
@@ -133,7 +178,10 @@ def test_mixed_precision_on_a_gpu_learns_and_resumes(data, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"method": "sages"}, "unknown advantage 'sages'"), ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+    ({"method": "sages"}, "unknown advantage 'sages'"), ({"batch_size": 1}, "batch_size must be .* at least 2, got 1"),
+    ({"eval_every": -1}, "eval_every"), ({"seed": 2**40}, "seed"), ({"weight_decay": -1.0}, "weight_decay"),
+    ({"rollouts": 1}, "sage compares the rollouts of a group"), ({"limit": 5}, "limit"),
+    ({"crop": 0.5, "size": 224}, "cannot crop images of 8 x 8 pixels to size 224"),
     ({"steps": 0}, "steps"), ({"lr": 0.0}, "lr and epochs"), ({"momentum": 1.0}, "momentum in"),
     ({"warmup": 1.0}, "warmup"), ({"schedule": "step"}, "unknown schedule 'step'"), ({"rollouts": 0}, "group_size"),
     ({"estimator": "exact"}, "unknown estimator 'exact'"), ({"model": "vit"}, "unknown model 'vit'"),
@@ -151,7 +199,7 @@ def test_presets_are_the_papers_and_every_preset_is_a_config():
     assert imagenet.schedule == "cosine" and imagenet.warmup > 0 and imagenet.crop == 0.08
     for preset in PRESETS.values():
         VisionConfig(**preset)
-    table = vision_loop._check(VisionConfig())
+    table = vision_loop.check(VisionConfig())
     assert table.gain[0] == pytest.approx(1024 / (1 + 1023 * math.exp(-5)) - 1, rel=1e-6)  # tau is 0.2
 
 
@@ -246,11 +294,64 @@ def test_command_says_what_is_wrong_in_a_line(capsys):
     assert "use record" in capsys.readouterr().err
 
 
+RECORD = ["--digits", "1", "--model", "tiny", "--steps", "5", "--batch-size", "16", "--rollouts", "8"]
+
+
+def test_a_half_line_in_the_record_file_is_cut_and_a_run_given_twice_runs_once(tmp_path, capsys):
+    file = tmp_path / "r.jsonl"
+    assert main([*RECORD, "--seed", "0", "0", f"--record={file}"]) == 0
+    assert "already recorded" in capsys.readouterr().out
+    whole = file.read_text()
+    assert whole.count("\n") == 1 and str(tmp_path.parent) not in whole
+    file.write_text(whole + whole[:100])  # killed while it wrote the second
+    assert main([*RECORD, "--seed", "0", "1", f"--record={file}"]) == 0
+    assert [json.loads(line)["config"]["seed"] for line in file.read_text().splitlines()] == [0, 1]
+
+
+def test_a_record_file_that_cannot_be_one_is_said_before_the_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sage_lite.vision_train.train", lambda *_: pytest.fail("trained"))
+    (tmp_path / "foreign.jsonl").write_text('{"step": 1}\n[1]\n')
+    for name, message in (("foreign.jsonl", "holds other lines"), ("", "cannot write the record file")):
+        assert main([*RECORD, "--record", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_is_recorded_whole(tmp_path):
+    out, file = tmp_path / "run", tmp_path / "r.jsonl"
+    argv = [*RECORD, "--steps", "10", "--checkpoint-every", "5", "--out", str(out)]
+    assert main(argv) == 0
+    shutil.rmtree(out / "checkpoints" / "step-000010")
+    assert main([*argv, "--resume", "--record", str(file)]) == 0
+    line = json.loads(file.read_text())
+    assert line["curve"]["step"] == [5, 10] and line["steps"] == 10 and line["cpu_seconds"] is None
+
+
+def test_the_command_ends_with_130_after_ctrl_c_and_1_after_a_diverged_run(capsys, monkeypatch):
+    stopped = VisionResult(None, [{}] * 3, 0.0, True)
+    monkeypatch.setattr("sage_lite.vision_train.train", lambda *_: stopped)
+    assert main([*RECORD, "--method", "sage", "grpo"]) == 130
+    assert capsys.readouterr().out == "sage, 8 rollouts, seed 0: stopped after step 3; not recorded\n"
+    monkeypatch.undo()
+    assert main([*RECORD, "--method", "sign", "cross_entropy", "--steps", "20", "--lr", "1e12"]) == 1
+    assert "diverged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--method", "sage", "grpoo"], "grpoo"), (["--method", "sage", "reinforce", "--rollouts", "0"], "group_size"),
+    (["--tau", "0"], "tau"), (["--method", "grpo", "--tau", "0.3"], "SAGE's temperature"),
+    (["--preset", "imagenet64"], "needs --data"), (["--method", "sage", "grpo", "--out", "x"], "one run"),
+])
+def test_bad_arguments_end_with_2_before_anything_is_trained(more, message, capsys, monkeypatch):
+    monkeypatch.setattr("sage_lite.vision_train.train", lambda *_: pytest.fail("trained"))
+    assert main([*RECORD, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_help_runs_as_a_module():
     import subprocess
 
     done = subprocess.run([sys.executable, "-m", "sage_lite.vision_train", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0 and "--match-speed" in done.stdout and "--record" in done.stdout
+    assert done.returncode == 0 and "--match-size" in done.stdout and "--record" in done.stdout
 
 
 def test_curves_and_the_step_at_which_a_run_leaves():

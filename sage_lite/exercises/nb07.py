@@ -51,18 +51,19 @@ def _given(k: Tensor, p: Tensor, success: Tensor, failure: Tensor) -> Tensor:
 
 
 _GIVEN_MISTAKES = {
-    "the wrong samples push, too: their mean gradient is -p / (1 - p) grad log p": lambda k, p, s, f: k * s[k] / 8,
-    "the loss is a mean over the M samples": lambda k, p, s, f: 8 * _given(k, p, s, f),
+    "the wrong samples push, too: their mean gradient is -p / (1 - p) grad log p": lambda k, p, s, f: k * s[k] / (len(s) - 1),
+    "the loss is a mean over the M samples": lambda k, p, s, f: (len(s) - 1) * _given(k, p, s, f),
     "a wrong sample's mean gradient points away from the label: mind its sign":
-        lambda k, p, s, f: (k * s[k] + (8 - k) * f[k] * p / (1 - p)) / 8,
-    "this holds for advantages that sum to zero; here they need not": lambda k, p, s, f: k * s[k] / (8 * (1 - p)),
+        lambda k, p, s, f: (k * s[k] + (len(s) - 1 - k) * f[k] * p / (1 - p)) / (len(s) - 1),
+    "that is the gradient of the loss; the update goes the other way": lambda k, p, s, f: -_given(k, p, s, f),
+    "this holds for advantages that sum to zero; here they need not": lambda k, p, s, f: k * s[k] / ((len(s) - 1) * (1 - p)),
 }
 
 
 @exercise("07.2", "Average the wrong samples out", difficulty=2, minutes=15, solution=_given,
           wrong=[(wrong, message) for message, wrong in _GIVEN_MISTAKES.items()])
 def _check_given(answer) -> None:
-    tables = [theory.binary_table(name, 8) for name in ("sign", "sage")]
+    tables = [theory.binary_table(name, m) for name, m in (("sign", 8), ("sage", 8), ("sign", 16))]
     k, p = torch.tensor([0, 1, 5, 8]), torch.tensor([0.1, 0.3, 0.6, 0.8], dtype=torch.float64)
     cases = [(k, p, *map(torch.from_numpy, table)) for table in tables]
 
@@ -70,7 +71,7 @@ def _check_given(answer) -> None:
         """Autograd of the library's loss in the log-odds; grad log p = (1 - p) grad log-odds."""
         odds = torch.logit(p).requires_grad_()
         table = theory.BinaryTable(success.numpy(), failure.numpy())
-        loss = vision.given_successes(odds, k.double(), 8, table) * len(k)
+        loss = vision.given_successes(odds, k.double(), table.group_size, table) * len(k)
         return -torch.autograd.grad(loss, odds)[0] / (1 - p)
 
     agree(answer, reference, cases, names=["k", "p", "success", "failure"], mistakes=_GIVEN_MISTAKES)
