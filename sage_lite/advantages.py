@@ -1,9 +1,9 @@
 """Group advantages: SAGE's one line, and its relatives.
 
 Every function maps `rewards[..., M]` to `advantages[..., M]`: the last axis is the group, the M rollouts of one
-prompt. All of them compute in float32, or in float64 when the rewards are float64; the result is detached.
-All raise `UserError` (a ValueError) for a reward that is NaN or infinite, for rewards without a group axis or with
-an empty one, and for a parameter out of range.
+prompt. All of them compute in float32, or in float64 when the rewards are float64 or whole numbers beyond float32's
+exact ones; the result is detached. All raise `UserError` (a ValueError) for a reward that is NaN or infinite, for
+rewards without a group axis or with an empty one, and for a parameter out of range.
 
 Where the advantages of a group must sum to zero (all but `reinforce` and `sign`), a group with equal rewards, and so
 every group of one, gives exact zeros.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_lite.checks import number, reward_groups, within
+from sage_lite.checks import number, real_tensor, reward_groups, shown, std_ddof, symmetric, within
 from sage_lite.errors import UserError
 
 Advantage = Callable[..., Tensor]
@@ -58,7 +58,11 @@ def get(name: str, **parameters: Any) -> Advantage:
     function = _REGISTRY[name]
     if not parameters:
         return functools.partial(function)
-    accepted = list(inspect.signature(function).parameters.values())[1:]
+    try:
+        accepted = list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError):
+        raise UserError(f"advantage {name!r} does not tell its parameters, got {function!r} with {parameters!r}: "
+                        "register a Python function that names them") from None
     if not any(p.kind is p.VAR_KEYWORD for p in accepted):
         allowed = [p.name for p in accepted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for parameter in parameters:
@@ -67,6 +71,39 @@ def get(name: str, **parameters: Any) -> Advantage:
                                 + (f"it takes: {', '.join(allowed)}" if allowed else "it takes none"))
     function(torch.tensor([0.0, 1.0]), **parameters)  # a bad value fails here, not after an hour of sampling
     return functools.partial(function, **parameters)
+
+
+def apply(advantage: str | Advantage, rewards: Tensor) -> Tensor:
+    """Advantages of `rewards[..., M]` by a name or by any function, a reader's own included: detached and checked.
+
+    The function gets a copy of the rewards, as finite floats; it may return a numpy array. The result has the rewards'
+    shape, device and float type. Raises UserError where it has another shape or is not finite.
+    """
+    function = get(advantage) if isinstance(advantage, str) else advantage
+    if not callable(function):
+        raise UserError(f"an advantage must be a name or a function of rewards[..., M], got {function!r}")
+    r = reward_groups(rewards)
+    result = function(r.clone())  # a copy: the function may work in place
+    try:
+        a = torch.as_tensor(result).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"an advantage must return a tensor of the shape of its rewards, got {result!r}") from None
+    if a.shape != r.shape or a.is_complex():
+        raise UserError(f"an advantage must return one real number a rollout, got shape {tuple(a.shape)} and {a.dtype} "
+                        f"for rewards of shape {tuple(r.shape)}; as in r - r.mean(-1, keepdim=True)")
+    a = a.to(r)
+    if not a.sum().isfinite() and not a.isfinite().all():
+        group = tuple((~a.isfinite()).nonzero()[0].tolist())[:-1]
+        raise UserError(f"the advantage is {a[group][~a[group].isfinite()][0]:g} for the group of rewards "
+                        f"{shown(r[group])}: guard its divisions, where a group's rewards are equal or sum to 0")
+    return a
+
+
+def apply_symmetric(advantage: str | Advantage, groups: Tensor) -> Tensor:
+    """`apply`; UserError also where a group's advantages depend on the order of its rollouts or on other groups."""
+    a = apply(advantage, groups)
+    symmetric(functools.partial(apply, advantage), groups.flatten(0, -2), a.flatten(0, -2))
+    return a
 
 
 @register("sage")
@@ -96,8 +133,7 @@ def grpo(rewards: Tensor, eps: float = 1e-4, ddof: int = 0) -> Tensor:
     """
     d = _centred(reward_groups(rewards))
     eps = number("eps", eps, at_least=0.0)
-    if isinstance(ddof, bool) or ddof not in (0, 1):
-        raise UserError(f"ddof must be 0 (population std) or 1 (sample std), got {ddof!r}")
+    ddof = std_ddof(ddof)
     scale = d.abs().amax(-1, keepdim=True)  # squares of tiny or huge gaps would leave the range of a float32
     std = scale * ((d / scale).square().sum(-1, keepdim=True) / max(d.shape[-1] - ddof, 1)).sqrt()
     return torch.where(scale > 0, d / (std + eps), 0.0)
@@ -178,30 +214,35 @@ def grouped(advantage: str | Advantage, rewards: Tensor | Sequence[float | None]
             *, nan_is_missing: bool = False, group_size: int | None = None) -> Tensor:
     """Advantages `[N]` of N rollouts whose groups are told by id: ragged and interleaved groups allowed.
 
-    `rewards[N]`: a list, where None is a missing reward (a failed grader), or a tensor, where NaN is one if
+    `rewards[N]`: a tensor, an array or a list. None in a list is a missing reward (a failed grader), and so is NaN if
     `nan_is_missing`. A missing rollout gets 0 and its group is computed as if it had never been sampled.
     `group_ids[N]`: anything hashable. One id per *prompt drawn*, not per text: a prompt drawn twice is two groups.
     `group_size`, when given, is demanded of every id (missing rewards counted).
 
-    Raises UserError if lengths differ, if an id has another count than `group_size`, and if every one of several ids
-    occurs once (ids made per rollout: nothing could be learnt); pass group_size=1 where you mean that.
+    Raises UserError as `apply` does, if lengths differ, if an id has another count than `group_size`, and if every one
+    of several ids occurs once (ids made per rollout: nothing could be learnt); pass group_size=1 where you mean that.
     """
     function = get(advantage) if isinstance(advantage, str) else advantage
-    ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
+    try:
+        ids = group_ids.tolist() if hasattr(group_ids, "tolist") else list(group_ids)
+        groups: dict[Any, list[int]] = {group: [] for group in ids}
+    except TypeError:
+        raise UserError("group_ids[N] must be one id a rollout, each a number, a text or else hashable, "
+                        f"got {group_ids!r}") from None
     missing: set[int] = set()
-    if not isinstance(rewards, Tensor):
+    if hasattr(rewards, "__iter__") and getattr(rewards, "dtype", "O") == "O":  # a list, an array of objects
         missing = {i for i, reward in enumerate(rewards) if reward is None}
         rewards = [0.0 if reward is None else reward for reward in rewards]
-    elif nan_is_missing:
-        missing = set(rewards.isnan().reshape(-1).nonzero()[:, 0].tolist())
+    rewards = real_tensor(rewards)
+    if nan_is_missing:
+        missing |= set(rewards.isnan().reshape(-1).nonzero()[:, 0].tolist())
         rewards = torch.where(rewards.isnan(), 0, rewards)  # an infinite reward stays an error
     r = reward_groups(rewards)
     if r.shape != (len(ids),):
         raise UserError(f"rewards[N] and group_ids[N] must have one entry a rollout, "
                         f"got shape {tuple(r.shape)} and {len(ids)} ids")
-    groups: dict[Any, list[int]] = {}
     for i, group in enumerate(ids):
-        groups.setdefault(group, []).append(i)
+        groups[group].append(i)
     for group, members in groups.items():
         if group_size is not None and len(members) != group_size:
             raise UserError(f"group id {group!r} has {len(members)} rollouts instead of {group_size}: "
@@ -217,5 +258,5 @@ def grouped(advantage: str | Advantage, rewards: Tensor | Sequence[float | None]
     out = torch.zeros_like(r)
     for same_size in by_size.values():
         index = torch.tensor(same_size, device=r.device)
-        out[index] = function(r[index]).to(r)
+        out[index] = apply(function, r[index])
     return out

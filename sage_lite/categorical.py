@@ -29,9 +29,9 @@ class Categorical:
     """
 
     def __init__(self, logits: Tensor | Sequence[float], rewards: Tensor | Sequence[float]) -> None:
-        start = checks.reward_groups(torch.as_tensor(logits, dtype=torch.float64), "logits")
+        start = checks.reward_groups(logits, "logits", double=True)
         self.logits = start.clone().requires_grad_()
-        self.rewards = checks.reward_groups(torch.as_tensor(rewards, dtype=torch.float64)).clone()
+        self.rewards = checks.reward_groups(rewards, double=True).clone()
         if self.logits.dim() != 1 or self.logits.shape != self.rewards.shape:
             raise UserError(f"logits[A] and rewards[A] must be one number an answer each, "
                             f"got shapes {tuple(self.logits.shape)} and {tuple(self.rewards.shape)}")
@@ -70,8 +70,7 @@ class Categorical:
 
         The mean over groups, or their sum with `weights[G]` >= 0. `options` go to `policy_loss`. Differentiable.
         """
-        function = advantages.get(advantage) if isinstance(advantage, str) else advantage
-        a = function(self.rewards[answers])
+        a = advantages.apply(advantage, self.rewards[answers])
         if weights is not None:  # min(rho A, clip(rho) A) scales with A, so a group's weight may sit on its advantages
             a = a * weights[:, None] * len(answers)
         logprobs = self.logits.log_softmax(-1)[answers].reshape(-1, 1)
@@ -109,11 +108,15 @@ def train(policy: Categorical, advantage: Advantage, group_size: int, *, steps: 
 
 
 def pair_advantages(advantage: Advantage, rewards: Tensor | Sequence[float]) -> Tensor:
-    """For groups of two: entry [a, b] is the advantage of answer a when the other rollout is b. [A, A], float64."""
-    function = advantages.get(advantage) if isinstance(advantage, str) else advantage
-    r = checks.reward_groups(torch.as_tensor(rewards, dtype=torch.float64))
+    """For groups of two: entry [a, b] is the advantage of answer a when the other rollout is b. [A, A], float64.
+
+    Raises UserError for an advantage that `scalar.level_table` refuses, too.
+    """
+    r = checks.reward_groups(rewards, double=True)
+    if r.dim() != 1:
+        raise UserError(f"rewards[A] must be one number an answer, got shape {tuple(r.shape)}")
     a, b = torch.broadcast_tensors(r[:, None], r[None, :])
-    return function(torch.stack([a, b], dim=-1))[..., 0].double()
+    return advantages.apply_symmetric(advantage, torch.stack([a, b], dim=-1))[..., 0].double()
 
 
 def update_field(pairs: Tensor, logits: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def kappa(name: str, group_size: int, *, tau: float = 0.1, gamma: float = 1.0, d
     without such a form (`reinforce` and `sign` are not zero-sum: there w is 1 and 2).
     """
     m = checks.group_size(group_size)
-    gamma = checks.number("gamma", gamma, at_least=0.0)
+    gamma, ddof = checks.number("gamma", gamma, at_least=0.0), checks.std_ddof(ddof)
     k = np.arange(1.0, m)
     forms = {
         "sage": lambda: 1.0 / (k + pseudo_count(m, tau)),
@@ -84,14 +84,14 @@ def sage_large_group_objective(pass_rate: ArrayLike, tau: float) -> Array:
 
 def maxrl_weight(pass_rate: ArrayLike, terms: int) -> Array:
     """w(p) = (1 - (1-p)^T) / p, T = `terms`. SAGE tends to it with T = M - 1 as tau -> 0; MaxRL has it exactly."""
-    p = checks.probability("pass_rate", pass_rate)
+    p, terms = checks.probability("pass_rate", pass_rate), checks.whole("terms", terms, 0)
     positive = np.where(p > 0.0, p, 1.0)
     return np.where(p > 0.0, -np.expm1(xlog1py(terms, -positive)) / positive, terms)[()]
 
 
 def maxrl_objective(pass_rate: ArrayLike, terms: int) -> Array:
     """h(p) = sum_{j=1}^{T} (1 - (1-p)^j) / j, which is log p cut after T = `terms` terms, plus a constant."""
-    p = checks.probability("pass_rate", pass_rate)
+    p, terms = checks.probability("pass_rate", pass_rate), checks.whole("terms", terms, 0)
     j = np.arange(1.0, terms + 1)
     return (-np.expm1(xlog1py(j, -p[..., None])) / j).sum(-1)[()]
 
@@ -132,6 +132,11 @@ def tail_miss(pass_rate: ArrayLike, rare_mass: ArrayLike, group_size: int) -> Ar
     """
     p, q = checks.probability("pass_rate", pass_rate), checks.probability("rare_mass", rare_mass)
     n = checks.group_size(group_size)
+    try:
+        p, q = np.broadcast_arrays(p, q)
+    except ValueError:
+        raise UserError(f"pass_rate and rare_mass must have one shape or shapes that broadcast, "
+                        f"got {p.shape} and {q.shape}") from None
     if (q > p).any():
         raise UserError(f"rare_mass is part of pass_rate and cannot exceed it, got {rare_mass!r} of {pass_rate!r}")
     return ((1.0 - q) ** n - (1.0 - p) ** n - (p - q) ** n)[()]

@@ -48,21 +48,24 @@ def level_table(
 ) -> LevelTable:
     """Table of `advantage` (a name or a callable) for answers worth `rewards[L]` in groups of M.
 
-    It has C = binomial(M + L - 2, L - 1) rows. Raises UserError where that would be too many to list.
+    It has C = binomial(M + L - 2, L - 1) rows. Raises UserError where that would be too many to list, where the
+    function returns another shape or a value that is not finite, and where a group's advantages depend on the order of
+    its rollouts or on other groups (tried on a few groups).
     """
     m = checks.group_size(group_size)
-    r = checks.reward_groups(torch.as_tensor(rewards, dtype=torch.float64))
+    r = checks.reward_groups(rewards, double=True)
+    if r.dim() != 1:
+        raise UserError(f"rewards[L] must be one number a level, got shape {tuple(r.shape)}")
     levels = len(r)
     rows = math.comb(m + levels - 2, levels - 1)
     if rows * levels * m > MAX_NUMBERS:
         raise UserError(f"{levels} levels in groups of {m} make {rows} kinds of groups, too many to list: "
                         "use fewer levels or a smaller group")
-    function = advantages.get(advantage) if isinstance(advantage, str) else advantage
     counts = _compositions(m - 1, levels)
     others = r.repeat(rows, 1).flatten().repeat_interleave(torch.from_numpy(counts).flatten()).view(rows, m - 1)
     own = r.repeat(rows, 1)[..., None]
     groups = torch.cat([own, others[:, None].expand(rows, levels, m - 1)], dim=-1)
-    values = function(groups)[..., 0].double().numpy()
+    values = advantages.apply_symmetric(advantage, groups)[..., 0].numpy()
     log_ways = gammaln(m) - gammaln(counts + 1.0).sum(-1)
     return LevelTable(counts.astype(np.float64), log_ways, values)
 
@@ -78,7 +81,7 @@ def expected_update(table: LevelTable, probs: ArrayLike) -> Array:
 
     Minus the loss gradient: pi_a (V_a - sum_b pi_b V_b), the form sum_a V_a dpi_a pulled back through the softmax.
     """
-    pi, v = np.asarray(probs, dtype=np.float64), level_values(table, probs)
+    pi, v = checks.probability("probs", probs), level_values(table, probs)
     return pi * (v - (pi * v).sum(-1, keepdims=True))
 
 
@@ -97,12 +100,18 @@ def work(table: LevelTable, path: ArrayLike) -> Array:
 
 def gaussian_log_mgf(mean: float, std: float, tau: float) -> float:
     """log E[exp(R / tau)] for a Gaussian reward: mean / tau + std^2 / (2 tau^2)."""
-    tau = checks.number("tau", tau, above=0.0)
-    return mean / tau + (checks.number("std", std, at_least=0.0) / tau) ** 2 / 2.0
+    tau, mean = checks.number("tau", tau, above=0.0), checks.number("mean", mean)
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = mean / tau + np.float64(checks.number("std", std, at_least=0.0) / tau) ** 2 / 2.0
+    if not math.isfinite(value):
+        raise UserError(f"log E[exp(R / tau)] leaves float64's range for mean {mean:g}, std {std:g} and tau {tau:g}: "
+                        "use a larger tau")
+    return float(value)
 
 
 def softmax_sample_size(rewards: Tensor, tau: float) -> Tensor:
     """1 / sum_i q_i^2 for the weights q = softmax(rewards[..., M] / tau): the rollouts they amount to, from 1 to M."""
+    rewards = checks.reward_groups(rewards)
     q = (1.0 + advantages.sage(rewards, tau)) / rewards.shape[-1]
     return 1.0 / q.square().sum(-1)
 
@@ -113,7 +122,9 @@ def match_tau(rewards: Tensor, target: float) -> float:
     The size grows with tau, from the number of best rollouts to M; UserError outside that range, ends excluded. For
     0/1 rewards it is `closed_forms.adaptive_tau`.
     """
-    r = checks.reward_groups(rewards).double()
+    r = checks.reward_groups(rewards, double=True)
+    if r.dim() != 1:
+        raise UserError(f"match_tau takes one group, rewards[M], got shape {tuple(r.shape)}: call it group by group")
     best, m, target = int((r == r.max()).sum()), r.shape[-1], checks.number("target", target)
     if not best < target < m:
         raise UserError(f"the sample size of this group lies between {best} and {m}, got a target of {target:g}")

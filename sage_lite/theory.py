@@ -22,7 +22,7 @@ from sage_lite import advantages, checks
 from sage_lite.errors import UserError
 
 _CHUNK = 2**16  # numbers a block of groups, or of binomial probabilities, holds: half a MB, about a core's cache
-_PROBES = 8  # groups on which the symmetry of a function is tried
+_GROUPS = 8  # groups on which the symmetry of a function is tried
 
 
 class BinaryTable(NamedTuple):
@@ -58,19 +58,20 @@ def binary_table(advantage: Measurable, group_size: int) -> BinaryTable:
         if advantage.group_size != m:
             raise UserError(f"the table was made for group_size {advantage.group_size}, got group_size {m}")
         return advantage
-    function = advantages.get(advantage) if isinstance(advantage, str) else advantage
     success, failure = np.zeros(m + 1), np.zeros(m + 1)
     step = max(1, _CHUNK // m)
     for start in range(0, m + 1, step):
         k = np.arange(start, min(start + step, m + 1))
-        a, won = _call(function, k, m)
+        a, won = _call(advantage, k, m)
         success[k], failure[k] = np.where(k > 0, a[:, 0], 0.0), np.where(k < m, a[:, -1], 0.0)
         _compare(a, won, k, success, failure, "equal rollouts of one group get different values")
-    for k in np.unique(np.linspace(0, m, _PROBES).round().astype(int)):
-        for flip, why in ((False, "it depends on other groups: reduce over the last axis, r.mean(-1, keepdim=True)"),
-                          (True, "it depends on the order of the rollouts")):
-            a, won = _call(function, np.array([k]), m, flip)
-            _compare(a, won, np.array([k]), success, failure, why)
+    some, order = checks.spread(m + 1, _GROUPS), checks.orders(m)
+    for k in some[:, None]:
+        _compare(*_call(advantage, k, m), k, success, failure,
+                 "it depends on other groups: reduce over the last axis, r.mean(-1, keepdim=True)")
+    k = some.repeat(len(order))
+    _compare(*_call(advantage, k, m, np.tile(order, (len(some), 1))), k, success, failure,
+             "it depends on the order of the rollouts")
     return BinaryTable(success, failure)
 
 
@@ -110,18 +111,12 @@ def degenerate_probability(pass_rate: ArrayLike, group_size: int) -> float | NDA
     return (p**m + (1.0 - p) ** m)[()]
 
 
-def _call(function: Callable[..., torch.Tensor], k: np.ndarray, m: int, flip: bool = False) -> tuple:
-    """Advantages and the mask of successes, both [len(k), m], of groups whose first (flip: last) k rollouts succeed."""
+def _call(advantage: str | Callable[..., torch.Tensor], k: np.ndarray, m: int, order: np.ndarray | None = None
+          ) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and the mask of successes, both [len(k), m], of groups whose first k rollouts succeed, in `order`."""
     won = np.arange(m) < k[:, None]
-    won = np.ascontiguousarray(won[:, ::-1]) if flip else won
-    a = torch.as_tensor(function(torch.from_numpy(won.astype(np.float64))))
-    if a.shape != won.shape:
-        raise UserError(f"an advantage must return the shape of its rewards, got {tuple(a.shape)} for {won.shape}")
-    a = a.detach().to("cpu", torch.float64).numpy()
-    if not np.isfinite(a).all():
-        row, column = np.argwhere(~np.isfinite(a))[0]
-        raise UserError(f"the advantage is {a[row, column]} for a group of {m} with {k[row]} successes")
-    return a, won
+    won = won if order is None else np.take_along_axis(won, order, axis=-1)
+    return advantages.apply(advantage, torch.from_numpy(won.astype(np.float64))).numpy(), won
 
 
 def _compare(a: np.ndarray, won: np.ndarray, k: np.ndarray, success: np.ndarray, failure: np.ndarray,

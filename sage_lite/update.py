@@ -19,9 +19,9 @@ from sage_lite.rollout import Rollouts
 
 def group_advantages(advantage: Callable[[torch.Tensor], torch.Tensor], rewards: torch.Tensor) -> torch.Tensor:
     """Advantages of rewards [G, M] in which NaN marks a missing reward: such a rollout gets 0 and its group ignores
-    it."""
+    it. Raises UserError for an advantage of another shape or one that is not finite."""
     if not bool(rewards.isnan().any()):
-        return advantage(rewards)
+        return adv.apply(advantage, rewards)
     ids = torch.arange(rewards.shape[0]).repeat_interleave(rewards.shape[1])
     flat = adv.grouped(advantage, rewards.reshape(-1), ids, nan_is_missing=True, group_size=rewards.shape[1])
     return flat.view_as(rewards)

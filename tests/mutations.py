@@ -57,7 +57,7 @@ MUTATIONS = [
              "group_size is not None and len(members) != group_size", "False"),
     Mutation("ids per rollout accepted", "02", "advantages.py", "len(groups) == len(ids):", "len(groups) > len(ids):"),
     Mutation("gradient through the advantage", "02", "checks.py",
-             "torch.as_tensor(rewards).detach()", "torch.as_tensor(rewards)"),
+             "torch.as_tensor(rewards, dtype=dtype).detach()", "torch.as_tensor(rewards, dtype=dtype)"),
     # -- theory --------------------------------------------------------------------------------------------------------
     Mutation("table: k off by one", "01", "theory.py", "np.arange(m) < k[:, None]", "np.arange(m) <= k[:, None]"),
     Mutation("w(p): failure taken at s + 1", "01", "theory.py", "- self.failure[:-1]", "- self.failure[1:]"),

@@ -142,6 +142,8 @@ def test_none_among_rewards_points_to_grouped():
     ("sage", {"tau": 0}, "tau.*0"), ("sage", {"tau": -0.5}, "tau.*-0.5"), ("sage", {"tau": math.nan}, "tau.*nan"),
     ("sage", {"tau": math.inf}, "tau.*inf"), ("sage", {"tau": "0.1"}, "tau.*'0.1'"),
     ("sage", {"tau": None}, "tau.*None"), ("sage", {"tau": True}, "tau.*True"),
+    ("grpo", {"ddof": np.array([0, 1])}, "ddof.*array"), ("focal_grpo", {"ddof": "1"}, "ddof.*'1'"),
+    ("grpo", {"eps": torch.tensor([1.0, 2.0])}, "eps.*tensor"),
     ("grpo", {"eps": -1e-4}, "eps.*-0.0001"), ("grpo", {"eps": math.nan}, "eps.*nan"), ("grpo", {"ddof": 2}, "ddof.*2"),
     ("focal_grpo", {"gamma": -1}, "gamma.*-1"), ("focal_grpo", {"ddof": 0.5}, "ddof.*0.5"),
     ("reinforce", {"baseline": math.inf}, "baseline.*inf"), ("sage", {"tua": 1}, "'tua'.*tau"),
@@ -194,6 +196,23 @@ def test_sage_keeps_its_digits_at_every_tau(tau):
     torch.testing.assert_close(advantages.sage(r.float(), tau), exact.float(), rtol=2e-5, atol=0)
 
 
+@given(r=group, beta=st.floats(0.05, 5))
+def test_sage_is_the_risk_sensitive_advantage_over_tau(r, beta):
+    """RS-GRPO (arXiv 2509.24261): A_i = (e^(beta r_i) / mean_j e^(beta r_j) - 1) / beta, at beta = 1 / tau."""
+    e = [math.exp(beta * x) for x in r.tolist()]
+    risk_sensitive = [(x / (sum(e) / len(e)) - 1) / beta for x in e]
+    tau = 1 / beta
+    torch.testing.assert_close((tau * advantages.sage(r, tau)).tolist(), risk_sensitive, rtol=1e-9, atol=1e-12)
+
+
+@every
+def test_whole_numbers_that_float32_cannot_tell_apart(name):
+    if name in ("sage", "grpo", "dr_grpo", "rloo"):  # shift-invariant: as for 1 and 0
+        a = advantages.get(name)(torch.tensor([[2**40 + 1, 2**40], [2**40, -(2**40)]]))
+        torch.testing.assert_close(a[0], advantages.get(name)(torch.tensor([1.0, 0.0], dtype=torch.float64)))
+    assert advantages.get(name)(torch.tensor([1, 0])).dtype is torch.float32
+
+
 def test_sage_keeps_its_digits_in_a_large_float32_group():
     one_success = torch.arange(4096) < 1
     failure = advantages.sage(one_success, tau=0.1)[1]
@@ -239,6 +258,65 @@ def test_register_for_a_readers_own():
         advantages.register("mine", 3)
 
 
+def test_a_function_that_does_not_tell_its_parameters():
+    advantages.register("mine", torch.relu)
+    try:
+        assert advantages.get("mine")(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+        with pytest.raises(UserError, match="'mine'.*parameters.*'k': 1"):
+            advantages.get("mine", k=1)
+    finally:
+        advantages._REGISTRY.pop("mine")
+
+
+# --- a reader's own function ----------------------------------------------------------------------------------------
+
+GROUPS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("own", [
+    lambda r: r.numpy() - 0.5,
+    lambda r: (r.double() - 0.5).requires_grad_(),
+    lambda r: r.sub_(0.5),
+    lambda r: (r - 0.5).tolist(),
+])
+def test_apply_takes_any_function_and_leaves_the_rewards_alone(own):
+    rewards = GROUPS.clone()
+    a = advantages.apply(own, rewards)
+    assert torch.equal(rewards, GROUPS) and torch.equal(a, GROUPS - 0.5)
+    assert a.dtype is torch.float32 and not a.requires_grad
+    assert torch.equal(advantages.grouped(own, rewards.flatten(), [0] * 4 + [1] * 4), (GROUPS - 0.5).flatten())
+    assert torch.equal(rewards, GROUPS)
+
+
+def test_apply_takes_a_name():
+    assert torch.equal(advantages.apply("grpo", GROUPS), advantages.grpo(GROUPS))
+
+
+BAD_FUNCTIONS = [
+    (lambda r: r / r.mean(-1, keepdim=True) - 1, r"nan for the group of rewards \[0, 0"),
+    (lambda r: (r - 0.5) * math.inf, r"inf for the group of rewards"),
+    (lambda r: r.mean(-1, keepdim=True), r"shape \(2, 1\).*keepdim"), (lambda r: r.sum(-1), r"shape \(2,\)"),
+    (lambda r: r.mean(), r"shape \(\)"), (lambda r: None, "None"), (lambda r: r * 1j, "complex"), (3, "function.*3"),
+]
+
+
+@pytest.mark.parametrize("own, complaint", BAD_FUNCTIONS)
+def test_what_a_function_returns_is_looked_at(own, complaint):
+    with pytest.raises(UserError, match=complaint):
+        advantages.apply(own, GROUPS)
+    with pytest.raises(UserError, match=complaint):
+        advantages.grouped(own, GROUPS.flatten(), [0] * 4 + [1] * 4)
+
+
+def test_a_finite_advantage_may_have_a_sum_that_is_not():
+    assert advantages.apply(lambda r: r + 3e38, GROUPS).isfinite().all()
+
+
+def test_a_missing_reward_does_not_reach_a_readers_function():
+    got = advantages.grouped(lambda r: r / r.mean(-1, keepdim=True) - 1, [1.0, None, 3.0, 2.0, 2.0], [0, 0, 0, 1, 1])
+    assert got.tolist() == [-0.5, 0.0, 0.5, 0.0, 0.0]
+
+
 # --- groups by id ---------------------------------------------------------------------------------------------------
 
 def test_ragged_interleaved_groups():
@@ -274,8 +352,13 @@ def test_nan_is_a_missing_reward_only_where_one_says_so():
     rewards = torch.tensor([1.0, math.nan, 0.0], dtype=torch.float64)
     got = advantages.grouped("rloo", rewards, [0, 0, 0], nan_is_missing=True)
     torch.testing.assert_close(got, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64))
-    with pytest.raises(UserError, match="nan at index 1"):
-        advantages.grouped("rloo", rewards, [0, 0, 0])
+    for same in (rewards.numpy(), rewards.tolist(), list(rewards), rewards.numpy().astype(object)):
+        torch.testing.assert_close(advantages.grouped("rloo", same, [0, 0, 0], nan_is_missing=True).double(), got)
+    mixed = advantages.grouped("rloo", [1.0, math.nan, None, 0.0], [0, 0, 0, 0], nan_is_missing=True)
+    assert mixed.tolist() == [1.0, 0.0, 0.0, -1.0]
+    for same in (rewards, rewards.numpy(), rewards.tolist()):
+        with pytest.raises(UserError, match="nan at index 1"):
+            advantages.grouped("rloo", same, [0, 0, 0])
     with pytest.raises(UserError, match="inf at index 0"):
         advantages.grouped("rloo", torch.tensor([math.inf, 1.0]), [0, 0], nan_is_missing=True)
 
@@ -298,6 +381,18 @@ def test_grouped_lengths():
         advantages.grouped("sage", [1.0, 0.0, 1.0], [0, 0])
     with pytest.raises(UserError, match=r"\(2, 2\)"):
         advantages.grouped("sage", torch.zeros(2, 2), [0, 0])
+
+
+@pytest.mark.parametrize("ids", [[[0], [0]], None, 7, torch.zeros(2, 1)])
+def test_ids_must_be_one_a_rollout(ids):
+    with pytest.raises(UserError, match="group_ids"):
+        advantages.grouped("sage", [1.0, 0.0], ids)
+
+
+@pytest.mark.parametrize("rewards", [None, "ab", np.array(["a", "b"]), ["a", None]])
+def test_grouped_needs_numbers(rewards):
+    with pytest.raises(UserError, match="rewards"):
+        advantages.grouped("sage", rewards, [0, 0])
 
 
 def test_grouped_keeps_float64():

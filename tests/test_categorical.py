@@ -99,10 +99,29 @@ def test_exact_training_is_the_ascent_of_the_weighted_pass_rate():
 @pytest.mark.parametrize("logits, rewards, complaint", [
     ([0.0, 1.0], [1.0], r"\(2,\) and \(1,\)"), ([0.0, math.nan], [1.0, 0.0], "logits.*nan at index 1"),
     ([0.0, 1.0], [1.0, math.inf], "rewards.*inf at index 1"), ([[0.0]], [[1.0]], "shapes"),
+    ([0, 0], [1.0, None], "rewards.*None"), ([0, None], [1.0, 0.0], "logits.*None"), ([0, 1j], [1, 0], "logits"),
+    (torch.zeros(2), torch.tensor([1.0, 1j]), "rewards.*complex"),
 ])
 def test_bad_policies(logits, rewards, complaint):
     with pytest.raises(UserError, match=complaint):
         Categorical(logits, rewards)
+
+
+def test_a_list_of_rewards_keeps_its_digits():
+    assert Categorical([0.0, 0.1], [0.1, 1.0]).rewards[0].item() == 0.1
+
+
+@pytest.mark.parametrize("own, complaint", [
+    (lambda r: r / r.mean(-1, keepdim=True), r"nan.*\[0, 0"), (lambda r: r.mean(-1, keepdim=True), "shape"),
+    (lambda r: r.mean(), "shape"),
+])
+def test_a_readers_function_is_looked_at(own, complaint):
+    policy = Categorical([0.0, 0.0], [1.0, 0.0])
+    for call in (lambda: policy.expected_gradient(own, 2), lambda: policy.loss(own, policy.sample(50, 2)),
+                 lambda: categorical.train(policy, own, 2, steps=1),
+                 lambda: categorical.pair_advantages(own, [0.0, 1.0])):
+        with pytest.raises(UserError, match=complaint):
+            call()
 
 
 # --- groups of two, three reward levels -----------------------------------------------------------------------------
@@ -151,6 +170,20 @@ def test_update_field_is_the_expected_update(name):
     field = categorical.update_field(categorical.pair_advantages(name, rewards), logits)
     for got, point in zip(field, logits):
         close(got, -Categorical(point, rewards).expected_gradient(name, 2))
+
+
+@pytest.mark.parametrize("own, complaint", [
+    (lambda r: r - r.mean(), "other groups"), (lambda r: r - r[..., :1], "order"),
+])
+def test_pairs_of_what_is_no_group_advantage(own, complaint):
+    with pytest.raises(UserError, match=complaint):
+        categorical.pair_advantages(own, [0.0, 0.4, 1.0])
+
+
+@pytest.mark.parametrize("rewards, complaint", [([0.0, None], "None"), ([[0.0, 1.0]], r"\(1, 2\)")])
+def test_pairs_need_one_number_an_answer(rewards, complaint):
+    with pytest.raises(UserError, match=complaint):
+        categorical.pair_advantages("sage", rewards)
 
 
 def test_cross_partials_need_three_answers():

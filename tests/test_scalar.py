@@ -140,10 +140,57 @@ def test_match_tau_says_what_is_possible(rewards, target):
     (lambda: scalar.level_values(scalar.level_table("sage", [0.0, 1.0], 4), [0.5, 0.6]), "sum to 1"),
     (lambda: scalar.gaussian_log_mgf(0.0, 1.0, 0.0), "tau"),
     (lambda: scalar.gaussian_log_mgf(0.0, -1.0, 1.0), "std"),
+    (lambda: scalar.gaussian_log_mgf(math.nan, 1.0, 1.0), "mean.*nan"),
+    (lambda: scalar.gaussian_log_mgf(0.0, 1.0, 1e-200), "tau 1e-200"),
+    (lambda: scalar.gaussian_log_mgf(-1e300, 1.0, 1e-200), "tau 1e-200"),
+    (lambda: scalar.level_table("sage", [0.0, None], 4), "None.*a finite number"),
+    (lambda: scalar.level_table("sage", [[0.0, 1.0]], 4), r"\(1, 2\)"),
+    (lambda: scalar.level_values(scalar.level_table("sage", [0.0, 1.0], 4), ["0.5", "0.5"]), "'0.5'"),
+    (lambda: scalar.match_tau(torch.rand(2, 4), 2.0), r"one group.*\(2, 4\)"),
+    (lambda: scalar.softmax_sample_size([1.0, None], 0.1), "None"),
 ])
 def test_mistakes_are_named(call, message):
     with pytest.raises(UserError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("own", "message"), [
+    (lambda r: r - r.mean(), "other groups"),
+    (lambda r: r - r[..., :1], "order"),
+    (lambda r: r - r[..., r.shape[-1] // 2:r.shape[-1] // 2 + 1], "order"),
+    (lambda r: r - r[..., :1] / 2 - r[..., -1:] / 2, "order"),
+    (lambda r: r * torch.linspace(1, 2, r.shape[-1]), "order"),
+    (lambda r: r / r.mean(-1, keepdim=True), r"nan.*\[0, 0"),
+    (lambda r: r.sum(-1), "shape"), (lambda r: r.mean(-1, keepdim=True), "shape"), (lambda r: None, "None"),
+])
+@pytest.mark.parametrize(("rewards", "m"), [([0.0, 1.0], 4), ([0.0, 0.4, 1.0], 3), ([0.0, 0.2, 0.5, 1.0], 8)])
+def test_what_is_no_group_advantage(own, message, rewards, m):
+    with pytest.raises(UserError, match=message):
+        scalar.level_table(own, rewards, m)
+
+
+@pytest.mark.parametrize("own", [
+    lambda r: r.numpy() - r.numpy().mean(-1, keepdims=True),
+    lambda r: (r - r.mean(-1, keepdim=True)).requires_grad_(),
+    lambda r: r.sub_(r.mean(-1, keepdim=True)),
+    lambda r: r.float() - r.float().mean(-1, keepdim=True),
+])
+@pytest.mark.parametrize(("rewards", "m"), [([0.1, 0.3, 1.0], 4), ([0.1, 0.1], 5), ([0.3], 3), ([0.0, 0.7], 1)])
+def test_a_readers_own_function(own, rewards, m):
+    table, want = scalar.level_table(own, rewards, m), scalar.level_table("dr_grpo", rewards, m)
+    np.testing.assert_allclose(table.advantage, want.advantage, atol=1e-6)
+
+
+def test_probabilities_as_a_policy_makes_them():
+    policy, table = categorical.Categorical([0.3, -0.2], [0.0, 1.0]), scalar.level_table("sage", [0.0, 1.0], 4)
+    want = -policy.expected_gradient("sage", 4)
+    np.testing.assert_allclose(scalar.expected_update(table, policy.probs), want, atol=1e-12)
+
+
+def test_lists_are_groups_too():
+    group = torch.tensor([1.0, 0.25, 0.0])
+    torch.testing.assert_close(scalar.softmax_sample_size(group.tolist(), 0.3), scalar.softmax_sample_size(group, 0.3))
+    assert scalar.match_tau(group.tolist(), 2.0) == scalar.match_tau(group, 2.0)
 
 
 def test_compositions():

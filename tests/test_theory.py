@@ -14,6 +14,7 @@ from scipy.special import beta
 from scipy.stats import binom
 
 from sage_lite import advantages, closed_forms, theory
+from sage_lite.categorical import Categorical
 from sage_lite.errors import UserError
 
 ZERO_SUM = ["sage", "grpo", "dr_grpo", "rloo", "maxrl", "focal_grpo"]
@@ -161,6 +162,7 @@ def test_a_name_has_the_registrys_defaults():
     lambda r: r - r.mean(-1, keepdim=True),
     lambda r: (r.float() - r.float().mean(-1, keepdim=True)).requires_grad_(),
     lambda r: r.numpy() - r.numpy().mean(-1, keepdims=True),
+    lambda r: r.sub_(r.mean(-1, keepdim=True)),
 ])
 def test_a_readers_own_lambda(lambda_):
     close(theory.prompt_weight(lambda_, [0.1, 0.9], 8), [0.875, 0.875], 1e-6)
@@ -169,13 +171,19 @@ def test_a_readers_own_lambda(lambda_):
 @pytest.mark.parametrize("lambda_, complaint", [
     (lambda r: r - r.mean(), "other groups"),
     (lambda r: r - r[..., :1], "order"),
+    (lambda r: r - r[..., r.shape[-1] // 2:r.shape[-1] // 2 + 1], "order"),
+    (lambda r: r - r[..., :1] / 2 - r[..., -1:] / 2, "order"),
+    (lambda r: r - r[..., :1] + r[..., 1:2], "order"),
     (lambda r: r * torch.linspace(1, 2, r.shape[-1]), "equal rollouts"),
-    (lambda r: r / r.mean(-1, keepdim=True), "nan.*0 successes"),
+    (lambda r: r / r.mean(-1, keepdim=True), r"nan.*\[0, 0, 0"),
     (lambda r: r.sum(-1), "shape"),
+    (lambda r: None, "None"),
+    (3, "a name or a function.*3"),
 ])
-def test_what_is_no_group_advantage(lambda_, complaint):
+@pytest.mark.parametrize("m", [5, 6, 7, 8, 9, 16, 64, 1024])
+def test_what_is_no_group_advantage(lambda_, complaint, m):
     with pytest.raises(UserError, match=complaint):
-        theory.binary_table(lambda_, 6)
+        theory.binary_table(lambda_, m)
 
 
 def test_a_finished_table_may_stand_for_its_advantage():
@@ -185,8 +193,26 @@ def test_a_finished_table_may_stand_for_its_advantage():
         theory.prompt_weight(table, 0.3, 4)
 
 
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 7, 8, 9, 16, 64, 1024])
+def test_what_is_a_group_advantage_passes_at_every_size(m):
+    close(theory.prompt_weight(lambda r: r.float() - r.float().mean(-1, keepdim=True), 0.3, m), 1 - 1 / m, 1e-6)
+
+
+def test_a_pass_rate_as_the_library_makes_it():
+    policy = Categorical([0.0, 0.0], [1.0, 0.0])
+    want = theory.prompt_weight("sage", 0.5, 8)
+    close(theory.prompt_weight("sage", policy.pass_rate(), 8), want)
+    close(theory.prompt_weight("sage", [policy.pass_rate(), 0.5], 8), [want, want])
+    close(theory.prompt_weight("sage", torch.full((2, 1), 0.5, dtype=torch.bfloat16), 8), [[want], [want]])
+    close(closed_forms.maxrl_weight(policy.pass_rate(), 7), 2 - 2**-6)
+    rounded_up = torch.tensor(1.0, dtype=torch.float64).nextafter(torch.tensor(2.0, dtype=torch.float64))
+    assert theory.degenerate_probability(rounded_up, 8) == 1.0  # a sum of probabilities
+
+
 @pytest.mark.parametrize("pass_rate, m, complaint", [
     (1.5, 8, "1.5"), (-0.1, 8, "-0.1"), (math.nan, 8, "nan"), ([0.5, 2.0], 8, "2.0"), ("half", 8, "half"),
+    ("0.5", 8, "'0.5'"), (["0.5"], 8, "'0.5'"), (0.5 + 0j, 8, "0j"), (torch.tensor(0.5 + 0j), 8, "complex|0.j"),
+    (torch.tensor(1.5, requires_grad=True), 8, "1.5"), (1 + 1e-9, 8, "1.000000001"),
     (0.5, 0, "0"), (0.5, 2.5, "2.5"), (0.5, True, "True"), (0.5, -3, "-3"),
 ])
 def test_bad_input_is_named(pass_rate, m, complaint):
@@ -247,6 +273,18 @@ def test_the_papers_delta_as_it_is_printed():
     s = np.arange(m)
     printed = m * (c - 1) * (m - 1 + s * (c - 1)) / ((m + s * (c - 1)) * (m + (s + 1) * (c - 1)))
     close(closed_forms.sage_delta(m, 0.3), printed, 1e-13)
+
+
+@pytest.mark.parametrize("call, complaint", [
+    (lambda: closed_forms.kappa("grpo", 4, ddof=5), "ddof.*5"),
+    (lambda: closed_forms.kappa("grpo", 4, ddof="1"), "ddof.*'1'"),
+    (lambda: closed_forms.maxrl_weight(0.5, -1), "terms.*-1"),
+    (lambda: closed_forms.maxrl_objective(0.5, 2.5), "terms.*2.5"),
+    (lambda: closed_forms.tail_miss([0.5, 0.3], [0.1, 0.2, 0.3], 4), r"\(2,\) and \(3,\)"),
+])
+def test_bad_values_of_the_formulas_are_named(call, complaint):
+    with pytest.raises(UserError, match=complaint):
+        call()
 
 
 def test_kappa_has_no_form_for_reinforce():

@@ -7,6 +7,7 @@ import torch
 from small_models import small_policy
 
 from sage_lite import advantages
+from sage_lite.errors import UserError
 from sage_lite.recipes import RECIPES, recipe
 from sage_lite.rollout import sample
 from sage_lite.update import dead_groups, group_advantages, micro_batches, update
@@ -53,6 +54,22 @@ def test_missing_rewards_leave_their_group_and_nothing_else():
     torch.testing.assert_close(values[0, [0, 2, 3]], sage(torch.tensor([1.0, 0.0, 0.0])))
     assert values[0, 1] == 0 and values[2].tolist() == [0.0] * 4
     torch.testing.assert_close(values[1], sage(rewards[1]))
+
+
+@pytest.mark.parametrize(("own", "message"), [
+    (lambda r: r / r.mean(-1, keepdim=True) - 1, r"nan for the group of rewards \[0, 0"),
+    (lambda r: r.mean(-1, keepdim=True), "shape"),
+])
+def test_a_readers_function_is_looked_at(own, message):
+    for rewards in ([[1.0, 0.0, 0.0, 1.0], [0.0] * 4], [[1.0, NAN, 0.0, 1.0], [0.0] * 4]):
+        with pytest.raises(UserError, match=message):
+            group_advantages(own, torch.tensor(rewards))
+
+
+def test_a_function_in_place_leaves_the_rewards_alone():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+    values = group_advantages(lambda r: r.sub_(r.mean(-1, keepdim=True)), rewards)
+    assert values.tolist() == [[0.5, -0.5, -0.5, 0.5]] and rewards.tolist() == [[1.0, 0.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
