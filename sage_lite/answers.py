@@ -14,17 +14,41 @@ TAIL = 4_000  # where no tag or box shows the answer, only the last characters a
 _MARKER = re.compile(r"\banswer\b[^.\n$\\0-9]{0,60}?(?:\bis\b|:|=)[:*\s]*", re.IGNORECASE)
 # A dollar pair is mathematics only if no space stands inside its ends and no digit follows: "$5 and $7" is money.
 _MATHS = r"\$\$.{1,500}?\$\$|\$(?=\S)[^$\n]{1,500}(?<=\S)\$(?!\d)|\\\(.{1,500}?\\\)|\\\[.{1,500}?\\\]"
-_NUMBER = r"(?<![\w.,])[-−+]?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\s?\\?%)?"
+# [0-9], because \d is every digit of Unicode: "٠" is a zero that no check for "0" sees.
+_NUMBER = r"(?<![\w.,])[-−+]?[$€£]?(?:[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?(?:\s?\\?%)?"
 _CANDIDATE = re.compile(f"{_MATHS}|{_NUMBER}", re.DOTALL)
-_COMPUTED = re.compile(rf"=\s*({_NUMBER})(?!.*=)")
+_COMPUTED = re.compile(rf"=\s*(?P<value>{_NUMBER})(?!.*=)")
 _COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|mathrm|mbox)\s*\{([^{}]*)\}")
 _PLAIN = re.compile(
-    r"[$€£]? ?(?P<sign>[-+]?) ?[$€£]? ?(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<point>\.\d+)?"
-    r"(?: ?/ ?(?P<below>\d+))?(?P<unit>(?: [A-Za-z]{2,})*)"
+    r"[$€£]? ?(?P<sign>[-+]?) ?[$€£]? ?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?P<point>\.[0-9]+)?"
+    r"(?: ?/ ?(?P<below>[0-9]+))?(?P<unit>(?: [A-Za-z]{2,})*)"
 )
-_NO_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "pi", "or", "and", "sqrt", "half", "to"}
+_SCALES = "hundred thousand million billion trillion dozen mil mn bn".split()
+_NO_UNITS = {*_SCALES, *(f"{word}s" for word in _SCALES), "pi", "or", "and", "sqrt", "half", "halves", "squared", "to"}
+# What stands behind a number that is only the beginning of the answer. A lone letter is a variable or "thousand", but
+# for the units in _GOES_ON's list of letters.
+_GOES_ON = re.compile(
+    rf"""
+    \s*\^(?!\s*\{{?\s*\\circ)                       # 10^6, but 18^\circ is 18
+    | \s*[²³¹⁰⁴-⁹¼-¾⅐-⅞] | [.,:]?\d                # 10², 5½, 2:30, 1.5.2, digits of other scripts
+    | \{{,\}}\d | \\[!,;]\s*\d | \s+\d+/\d          # 70{{,}}000, 1 1/2
+    | \s*\\(?!text|math|mbox|circ|deg|q?quad)[A-Za-z]    # 2\pi
+    | [Ee][-+]?\d | (?![mgshlLCF])[A-Za-z](?![A-Za-z])   # 1e3, 5x, 5k
+    | [mgshlLCF]\s*[-+*]\s*\d | \s+[xyznkKMB]\b(?!['’&])  # 5m+3, 5 x 3
+    | \s*[-+/×÷·⋅−–—]\s*[$€£]?\d | (?:\s+\*\*?\s*|\*\*?)\d  # 10-20, 5 * 3
+    | (?i:\s*(?:{"|".join(_SCALES)})s?\b | \s+(?:or|squared|cubed)\b
+        | \s+(?:and|plus|minus|times|to)\s+[$€£]?\d | \s+and\s+(?:an?|one|half)\b | \s+to\s+the\s+power\b)
+    """,
+    re.VERBOSE,
+)
+# What stands before a number that is only the end, or the inside, of the answer: x^2, x + 3, \sqrt{3}, \frac{1}{2}.
+_BEGUN = re.compile(r"(?:\^\s*\{?|\}\s*\{|\\(?:sqrt|[dt]?frac|binom)\s*\{?|\b[A-Za-z](?:\s*[-+/×÷]|\*))\s*$")
+_BEFORE = 12  # characters looked at for that
+_COMPOUND = re.compile(
+    rf"{_NUMBER}\s*(?:[kKMB]\b|(?i:(?:{'|'.join(sorted(_NO_UNITS))})\b|[a-z]+ (?:{'|'.join(_SCALES)})s?\b))"
+)
 
 
 def without_thinking(completion: str) -> str:
@@ -109,16 +133,35 @@ def _unmarked(text: str) -> str:
 
 
 def _expression(line: str, last: bool) -> str:
-    """The first or the last formula or number in a line of text; the result, if the line computes one with ``=``."""
-    candidates = _CANDIDATE.findall(line)
+    """The first or the last formula or number in a line of text; the result, if the line computes one with ``=``.
+
+    Where it is only a part of a longer answer ("5 million", "10^6", "7 or 8"), all from there to the end of the line.
+    """
+    candidates = [match.span() for match in _CANDIDATE.finditer(line)]
     prose = _WORD.search(_COMMAND.sub(" ", line))
     if "\\" not in line and not re.search(_MATHS, line) and "=" in line:
         computed = _COMPUTED.search(line)
-        if computed or not prose:
-            return computed[1] if computed else line.rpartition("=")[2]
-    if not candidates or not prose:
+        if computed:
+            candidates, last = [computed.span("value")], False
+        elif not prose:
+            return line.rpartition("=")[2]
+    elif not prose:
         return line
-    return candidates[-1] if last else candidates[0]
+    if not candidates:
+        return line
+    i = len(candidates) - 1 if last else 0
+    while i and _continued(line, candidates[i - 1][1], candidates[i][0]):
+        i -= 1
+    start, end = candidates[i]
+    if _BEGUN.search(line[max(0, start - _BEFORE) : start]):
+        return line
+    return line[start:] if _GOES_ON.match(line, end) else line[start:end]
+
+
+def _continued(line: str, end: int, start: int) -> bool:
+    """Whether the number that ends at ``end`` goes on up to the next one, which begins at ``start``."""
+    match = _GOES_ON.match(line, end)
+    return match is not None and (match.end() >= start or not line[match.end() : start].strip(" -+−*/^×÷({"))
 
 
 def bare(answer: str) -> str:
@@ -139,14 +182,26 @@ def plain_number(text: str) -> Fraction | None:
     ``$1,080``, ``-3``, ``72 clips``, ``10,\!080``, ``72\text{ clips}``. Not plain: percentages, formulas, "5
     million", lists.
     """
-    text = _TEXT.sub(r" \1", text).replace(r"\$", "$").replace(r"\!", "").replace("{,}", ",").replace("−", "-")
-    match = _PLAIN.fullmatch(" ".join(text.split()))
+    match = _PLAIN.fullmatch(_typed(text))
     if not match or not (match["whole"] or match["point"]) or _NO_UNITS & set(match["unit"].lower().split()):
         return None
     if match["below"] and not match["below"].strip("0"):
         return None
     value = Fraction((match["whole"] or "0").replace(",", "") + (match["point"] or "")) / int(match["below"] or 1)
     return -value if match["sign"] == "-" else value
+
+
+def compound(text: str) -> bool:
+    """Whether a text begins with a number that its next word makes another one, or one of several: "5 million", "7 or
+    8". No plain number equals it."""
+    text = re.sub(r"\\[,;: ]|\\q?quad|[~$]", " ", text)
+    return bool(_COMPOUND.match(_typed(re.sub(r"[-{}]", " ", _typed(text)))))
+
+
+def _typed(text: str) -> str:
+    r"""A number in LaTeX as one would type it, with single spaces: ``72\text{ clips}`` is ``72 clips``."""
+    text = _TEXT.sub(r" \1", text).replace(r"\$", "$").replace(r"\!", "").replace("{,}", ",").replace("−", "-")
+    return " ".join(text.split())
 
 
 def plain_text(text: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sage_lite import advantages as adv
+from sage_lite.checks import probability
 from sage_lite.errors import UserError
 from sage_lite.evaluation import Interval, bootstrap
 from sage_lite.logprobs import completion_logprobs
@@ -68,8 +69,14 @@ def gradient_budget(
 
     rows: N problems. advantages: names, or a dict of callables. Each problem's p comes from `rate_samples` >= 64
     samples drawn independently of its groups (or is given, [N]): binning by the group's own k/M would sort the groups
-    by the very noise that makes their gradient large. A group without a usable reward counts 0.
+    by the very noise that makes their gradient large. A sample whose grader fails is left out of p, and of its group; a
+    group without a usable reward counts 0. Raises UserError without rows, for a problem of which no sample could be
+    graded, and for a pass_rate that is not one number in [0, 1] for each row.
     """
+    if not rows:
+        raise UserError("gradient_budget needs at least one problem, got no rows")
+    if pass_rate is not None:
+        pass_rate = _given(pass_rate, len(rows))
     if rate_samples < 64 and pass_rate is None:
         raise UserError(f"rate_samples must be >= 64 for a usable pass rate, got {rate_samples}")
     functions = {n: adv.get(n) for n in advantages} if not isinstance(advantages, Mapping) else dict(advantages)
@@ -86,7 +93,7 @@ def gradient_budget(
 
     chunks = [list(range(i, min(i + CHUNK, len(rows)))) for i in range(0, len(rows), CHUNK)]
     if pass_rate is None:
-        pass_rate = torch.cat([(draw(chunk, rate_samples)[1] >= 1.0).float().mean(-1) for chunk in chunks]).numpy()
+        pass_rate = _pass_rate(torch.cat([draw(chunk, rate_samples)[1] for chunk in chunks]))
     norms = {name: np.zeros((len(rows), groups)) for name in functions}
     parameters = [p for _, p in policy.trainable()]
     for chunk in chunks:
@@ -101,7 +108,26 @@ def gradient_budget(
             for name in functions:
                 weights = torch.stack([values[name][group == level][0] for level in levels])
                 norms[name][chunk[i], g] = float((weights @ gram @ weights).clamp(min=0).sqrt()) / group_size
-    return GradientBudget(np.asarray(pass_rate), norms)
+    return GradientBudget(pass_rate, norms)
+
+
+def _given(pass_rate: np.ndarray, rows: int) -> np.ndarray:
+    found = probability("pass_rate", pass_rate)
+    if found.shape != (rows,):
+        raise UserError(f"pass_rate must be [{rows}], one number a problem, got shape {found.shape}")
+    return found
+
+
+def _pass_rate(rewards: torch.Tensor) -> np.ndarray:
+    """Share of right samples (reward >= 1) among the graded ones, [N, samples] -> [N]; in float64, where 90/100 is 0.9
+    and lies in the last bin."""
+    graded = (~rewards.isnan()).sum(-1)
+    if not graded.all():
+        raise UserError(
+            f"no sample of problem {int((graded == 0).nonzero()[0])} could be graded: leave it out of rows, or mend "
+            "the task's scorer"
+        )
+    return ((rewards >= 1.0).sum(-1).double() / graded).numpy()
 
 
 def _level_gradients(

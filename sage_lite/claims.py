@@ -35,6 +35,7 @@ STATUSES = {
 }
 SHOWN = ("proved", "measured")
 OPEN = ("needs a GPU", "not tried")
+_MINUS = r"(?<![\w.)\]])-"  # a sign, and not the dash of a range (0.1-0.3) or a difference (x-0.5)
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 
 
@@ -61,14 +62,22 @@ class Claim:
 def load(path: Path | None = None) -> list[Claim]:
     """The rows of a claims file (default: data/claims.toml), each checked by itself.
 
-    Raises UserError, naming the row, for a file that is no TOML, an unknown or missing field, an unknown status, an id
-    that occurs twice, and a status that does not go with the rest of the row. Cells are not looked at: `check_cells`.
+    Raises UserError, naming the row, for a file that is no TOML or has anything but [[claim]] rows, or none of them, an
+    unknown or missing field, an unknown status, an id that occurs twice, and a status that does not go with the rest of
+    the row. Cells are not looked at: `check_cells`.
     """
     path = path or data_path("claims.toml")
     try:
-        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("claim", [])
-    except tomllib.TOMLDecodeError as error:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no TOML, or no UTF-8
         raise UserError(f"{path.name} is not valid TOML: {error}") from None
+    rows = found.pop("claim", [])
+    if found:
+        raise UserError(f"{path.name}: unknown {next(iter(found))!r} at the top; every row begins with [[claim]]")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path.name}: claim must be rows that begin with [[claim]], got {rows!r:.80}")
+    if not rows:
+        raise UserError(f"{path.name} holds no claim; every row begins with [[claim]]")
     claims = [_claim(row, number) for number, row in enumerate(rows, start=1)]
     for id, count in Counter(claim.id for claim in claims).items():
         if count > 1:
@@ -80,7 +89,7 @@ def check_cells(claims: list[Claim], notebooks: Path | None = None) -> None:
     """UserError, naming the row, unless each row's cell exists, was run without an error and shows what is seen.
 
     `notebooks`: their folder. A cell shows something if it has an output or an `assert`; each decimal number of `seen`
-    must begin one in the cell's code or output. Several cells may share a tag.
+    must begin one in the cell's code or output, with its minus sign where it has one. Several cells may share a tag.
     """
     folder = notebooks or notebook_path()
     for claim in (claim for claim in claims if claim.notebook):
@@ -98,9 +107,9 @@ def check_cells(claims: list[Claim], notebooks: Path | None = None) -> None:
                 raise UserError(f"claim {claim.id!r}: {where} failed")
             if not cell["outputs"] and not re.search(r"^\s*assert\b", "".join(cell["source"]), re.M):
                 raise UserError(f"claim {claim.id!r}: {where} shows nothing: no output, no assert")
-        text = "\n".join(map(_text, cells))
-        for number in re.findall(r"\d+\.\d+", claim.seen):
-            if not re.search(rf"(?<![\d.]){re.escape(number)}", text):
+        text = "\n".join(map(_text, cells)).replace("−", "-")
+        for number in re.findall(rf"(?:{_MINUS})?\d+\.\d+", claim.seen.replace("−", "-")):
+            if not re.search((_MINUS if number[0] == "-" else r"(?<![\d.])") + re.escape(number.lstrip("-")), text):
                 raise UserError(f"claim {claim.id!r}: {number} is said to be seen, but {where} does not show it")
 
 
@@ -151,7 +160,11 @@ def _claim(row: dict[str, Any], number: int) -> Claim:
 
 
 def _code_cells(file: Path) -> list[dict[str, Any]]:
-    return [cell for cell in json.loads(file.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    try:
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        return [cell for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file.name} is no notebook ({type(error).__name__}: {error}): save it again") from None
 
 
 def _text(cell: dict[str, Any]) -> str:

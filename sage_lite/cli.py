@@ -183,6 +183,8 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
+    import numpy as np
+
     from sage_lite.evaluation import evaluate
     from sage_lite.tasks import load_task
 
@@ -199,8 +201,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     )  # fmt: skip
     scores = {f"pass@{k}": found.pass_at(k) for k in args.k}
     if args.json:
-        numbers = {name: {"value": i.value, "interval": [i.low, i.high]} for name, i in scores.items()}
-        print(json.dumps({"problems": len(rows), "greedy": float(found.greedy.mean()), **numbers}))
+        numbers = {name: {"value": i.value, "interval": i.bounds} for name, i in scores.items()}
+        print(json.dumps({"problems": len(rows), "greedy": float(np.nanmean(found.greedy)), **numbers}))
         return
     print(
         f"{policy.source} on {len(rows)} problems of {task.name}, {args.samples} samples each, "
@@ -208,7 +210,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     )
     for name, interval in scores.items():
         print(f"  {name:<8} {interval}   (95 % bootstrap over problems)")
-    print(f"  greedy   {found.greedy.mean():.3f}")
+    print(f"  greedy   {np.nanmean(found.greedy):.3f}")
 
 
 def _chat(args: argparse.Namespace) -> None:

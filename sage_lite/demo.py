@@ -117,9 +117,14 @@ def _row(measured: list[Measured], own: str) -> dict[str, Any]:
         row[name], row[f"{name}_interval"] = shown.value, [shown.low, shown.high]
     for method in METHODS:
         row[f"budget_hi_{method}"] = float(np.mean([m.budget.shares(method)[-1].value for m in measured]))
-    row["share_p_hi"] = float(np.mean([(m.pool.pass_rate >= 0.9).mean() for m in measured]))
+    row["share_p_hi"] = float(np.mean([(_known(m.pool.pass_rate) >= 0.9).mean() for m in measured]))
     row["seconds"] = float(np.mean([m.seconds for m in measured]))
     return row
+
+
+def _known(rates: np.ndarray) -> np.ndarray:
+    """Without the problems of which no sample could be graded."""
+    return rates[~np.isnan(rates)]
 
 
 def over_seeds(values: list[float]) -> Interval:
@@ -217,7 +222,7 @@ def figure(start: Measured, runs: dict[str, list[Measured]]):
     curves.legend()
     edges = np.linspace(0, 1, 11)
     for name, found in [("start", [start]), *runs.items()]:
-        rates = np.concatenate([m.pool.pass_rate for m in found])
+        rates = _known(np.concatenate([m.pool.pass_rate for m in found]))
         histogram.stairs(
             np.histogram(rates, edges)[0] / len(rates),
             edges,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from sage_lite.checks import whole
 from sage_lite.errors import UserError
 from sage_lite.oom import Limit
 from sage_lite.policy import Policy
@@ -15,25 +17,49 @@ from sage_lite.rewards import score_all
 from sage_lite.rollout import rows_at_once, sample
 from sage_lite.tasks import Task
 
+EXACT = 10_000  # samples up to which pass@k is computed in integers
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of P(at least one of k samples is right) from c right among n: `1 - C(n-c, k) / C(n, k)`.
 
-    Raises UserError unless 0 <= c <= n and 1 <= k <= n. Source: Chen et al., arXiv 2107.03374, eq. 1.
+    Raises UserError unless they are whole numbers, 0 <= c <= n and 1 <= k <= n. Source: Chen et al., arXiv 2107.03374,
+    eq. 1.
     """
+    try:
+        n, c, k = map(operator.index, (n, c, k))
+    except TypeError:
+        raise UserError(f"pass_at_k needs whole numbers, one of each, got n={n!r}, c={c!r}, k={k!r}") from None
     if not (0 <= c <= n and 1 <= k <= n):
         raise UserError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    if n > EXACT:
+        return _pass_at_k_of_many(n, c, k)
     # Integers are exact at any size; a ratio of factorials in floats overflows from n = 171 on.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
+def _pass_at_k_of_many(n: int, c: int, k: int) -> float:
+    """The same for large n, to rounding: C(n-c, k) / C(n, k) is the product of 1 - a/(n-i) over i < b, with {a, b} =
+    {c, k} and b the smaller."""
+    # The product is at most (1 - a/n)^b <= e^(-ab/n): from e^-40 on, 1 minus it is 1 in a double. So b^2 < 40 n below.
+    if c + k > n or c * k > 40 * n:
+        return 1.0
+    a, b = max(c, k), min(c, k)
+    return float(-np.expm1(np.log1p(-a / (float(n) - np.arange(b))).sum()))
+
+
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the 95 % bootstrap interval around it."""
+    """An estimate with the 95 % bootstrap interval around it; low and high are NaN where there is none."""
 
     value: float
     low: float
     high: float
+
+    @property
+    def bounds(self) -> list[float | None]:
+        """[low, high] for JSON, which has no NaN: None stands for it."""
+        return [None if math.isnan(x) else x for x in (self.low, self.high)]
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -42,11 +68,20 @@ class Interval:
 def bootstrap(values, statistic=np.mean, *, resamples: int = 1000, seed: int = 0) -> Interval:
     """Percentile bootstrap over the first axis of `values` (the problems): 2.5 % to 97.5 % of the resampled statistic.
 
-    values: [N] or [N, ...]; statistic maps such an array to a number. Speaks of other problems, not of other seeds.
+    values: [N] or [N, ...]; statistic maps such an array to a number. Speaks of other problems, not of other seeds. One
+    problem says nothing of others: for N = 1, low and high are NaN. Raises UserError for values that are not finite (a
+    caller that wants some left out drops them first), no value at all, or resamples < 1.
     """
     values = np.asarray(values, dtype=np.float64)
-    if len(values) == 0:
-        raise UserError("bootstrap needs at least one value")
+    if values.ndim == 0 or len(values) == 0:
+        raise UserError(f"bootstrap needs an array of at least one value, got shape {values.shape}")
+    if not np.isfinite(values).all():
+        index = tuple(np.argwhere(~np.isfinite(values))[0].tolist())
+        where = index[0] if len(index) == 1 else index
+        raise UserError(f"bootstrap needs finite values, got {values[index]} at index {where}: drop that problem first")
+    resamples = whole("resamples", resamples, 1)
+    if len(values) == 1:
+        return Interval(float(statistic(values)), math.nan, math.nan)
     rng = np.random.default_rng(seed)
     draws = [statistic(values[rng.integers(0, len(values), len(values))]) for _ in range(resamples)]
     low, high = np.nanpercentile(draws, [2.5, 97.5])
@@ -55,7 +90,8 @@ def bootstrap(values, statistic=np.mean, *, resamples: int = 1000, seed: int = 0
 
 @dataclass
 class Evaluation:
-    """Right answers per problem: `right[i]` of `samples[i]` samples; greedy[i] is 0 or 1 where greedy was asked for."""
+    """Right answers per problem: `right[i]` of the `samples[i]` samples that could be graded; greedy[i] is 0 or 1, NaN
+    where that answer could not be graded, and greedy is None where it was not asked for."""
 
     right: np.ndarray
     samples: np.ndarray
@@ -64,8 +100,8 @@ class Evaluation:
 
     @property
     def pass_rate(self) -> np.ndarray:
-        """Estimated p of each problem, [N]."""
-        return self.right / np.maximum(self.samples, 1)
+        """Estimated p of each problem, [N]; NaN for a problem of which no sample could be graded."""
+        return np.where(self.samples > 0, self.right / np.maximum(self.samples, 1), np.nan)
 
     def pass_at(self, k: int) -> Interval:
         """pass@k over the problems, with its interval; problems with fewer than k scored samples are left out."""
@@ -90,7 +126,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample every problem (default: the task's test rows) and count the right answers, reward >= 1 being right.
 
-    A scorer that fails for a completion takes that sample out of the count.
+    A scorer that fails for a completion takes that sample out of the count, and makes that greedy answer NaN.
     """
     rows = task.test if rows is None else rows
     if not rows:
@@ -116,5 +152,5 @@ def evaluate(
     best = None
     if greedy:
         best_scores, _, _ = score_all(task.score, greedy_texts, rows)
-        best = np.array([float((r or 0.0) >= 1.0) for r in best_scores])
+        best = np.array([np.nan if r is None else float(r >= 1.0) for r in best_scores])
     return Evaluation((scores >= 1.0).sum(-1), (~np.isnan(scores)).sum(-1), best, texts)

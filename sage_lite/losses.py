@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sage_lite.checks import number
+from sage_lite.checks import number, whole
 from sage_lite.errors import UserError
 
 NORMALIZATIONS = ("token", "sequence", "constant")
@@ -17,8 +17,13 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference): `e^d - d - 1` with `d = ref_logprobs - logprobs`; never negative.
 
     Shapes: any two equal shapes, the same shape back; nats. `d` is clamped to ±20 *before* the exponential: clamping
-    after it would leave an infinite gradient behind. Source: Schulman, "Approximating KL divergence" (k3).
+    after it would leave an infinite gradient behind. Raises UserError for shapes that differ. Source: Schulman,
+    "Approximating KL divergence" (k3).
     """
+    if logprobs.shape != ref_logprobs.shape:
+        raise UserError(
+            f"logprobs {tuple(logprobs.shape)} and ref_logprobs {tuple(ref_logprobs.shape)} must have one shape"
+        )
     d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits that exp(d) - 1 would lose for the small d of an early step.
     return torch.expm1(d) - d
@@ -71,7 +76,8 @@ def policy_loss(
     clip_low and clip_high are always distances from 1. With no live token, loss and gradient are 0.
     denominator: `loss_denominator` of the whole batch, where this is a micro-batch of it; otherwise computed here.
     stats: "clip_share" and "kl" are means over live tokens, "ratio_max" is the largest live ratio.
-    Raises UserError for unknown names, shapes that differ, negative clips or a beta without ref_logprobs.
+    Raises UserError for unknown names, shapes that differ, negative clips, a beta without ref_logprobs, or an advantage
+    that is not finite on a rollout with a live token.
     """
     _check(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, normalization, kind, beta, ref_logprobs)
     if denominator is None:
@@ -119,10 +125,16 @@ def chunked_logprobs(
 
     Shapes: hidden [n, d], targets [n] -> [n], float32. Each chunk's logits are recomputed in the backward pass, so
     memory is `chunk * vocabulary` and not `n * vocabulary`. `temperature` is the sampling temperature: leave it out and
-    rho is not 1 on the first step. Raises UserError for a temperature or chunk that is not positive.
+    rho is not 1 on the first step. Raises UserError for other shapes, a temperature that is not positive, or a chunk
+    that is no whole number of at least 1.
     """
     temperature = number("temperature", temperature, above=0.0)
-    number("chunk", chunk, at_least=1.0)
+    chunk = whole("chunk", chunk, 1)
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise UserError(
+            f"hidden {tuple(hidden.shape)} must be [tokens, width] and targets {tuple(targets.shape)} [tokens]: "
+            "one target for each hidden state"
+        )
 
     def one(h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         logits = lm_head(h).float() / temperature
@@ -149,13 +161,20 @@ def _check(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, normal
         raise UserError(f"unknown normalization {normalization!r}; choose one of {', '.join(NORMALIZATIONS)}")
     if not (clip_low >= 0 and clip_high >= 0):
         raise UserError(f"clip_low and clip_high are distances from 1 and must be >= 0, got {clip_low} and {clip_high}")
-    if logprobs.shape != mask.shape or logprobs.shape != old_logprobs.shape:
+    if logprobs.dim() != 2 or logprobs.shape != mask.shape or logprobs.shape != old_logprobs.shape:
         raise UserError(
             f"logprobs {tuple(logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and mask {tuple(mask.shape)} "
             "must have one shape [rollouts, tokens]"
         )
     if advantages.shape != logprobs.shape[:1]:
         raise UserError(f"advantages must be [{logprobs.shape[0]}], one per rollout, got {tuple(advantages.shape)}")
+    bad = ~advantages.isfinite() & mask.bool().any(-1)
+    if bad.any():
+        i = int(bad.nonzero()[0])
+        raise UserError(
+            f"advantages must be finite where a rollout has a live token, got {advantages[i].item()} at index {i}: "
+            "mask the rollouts out whose grader failed"
+        )
     if not beta >= 0 or (beta > 0 and ref_logprobs is None):
         raise UserError(f"beta={beta} needs to be >= 0, and ref_logprobs when it is above 0")
     if ref_logprobs is not None and ref_logprobs.shape != logprobs.shape:

@@ -20,6 +20,7 @@ from sage_lite.answers import (
     MAX_ANSWER,
     MAX_COMPLETION,
     bare,
+    compound,
     maths_answer,
     plain_number,
     plain_text,
@@ -84,6 +85,9 @@ def math_exact(completion: str, answer: str) -> float:
         return float(gold_number == found_number)
     if plain_text(gold) == plain_text(found):
         return 1.0
+    # math-verify reads "5\\text{ million}" as 5, the words being units to it.
+    if (gold_number is not None and compound(found)) or (found_number is not None and compound(gold)):
+        return 0.0
     # math-verify would read "east" as a product of four letters, and accept "seat".
     if re.fullmatch(r"[a-z]{2,}", plain_text(gold)):
         return 0.0

@@ -89,6 +89,11 @@ def test_boxed(text, inside):
         ("$", None),
         ("1 2", None),
         (r"\frac12", None),
+        ("5 millions", None),
+        ("3 halves", None),
+        ("٣", None),
+        ("1/٠", None),
+        ("1.٣", None),
     ],
 )
 def test_plain_number(text, value):
@@ -112,7 +117,78 @@ pieces = st.sampled_from(
         r"\)",
     ]
     + ["=", " ", "\n", "1,000", "3.5", "-7", "/", "*", ".", "clips", r"\frac{1}{2}", r"\text{", "é", "\x00", "%"]
+    + ["٠", "1/٠", "1/0", "३", "５", "²", "^", "{", ":", "x", " or ", " million", r"\pi", "+"]
 )
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("The answer is 5 apples.", "5"),
+        ("The answer is 5. I hope it helps 7 people", "5"),
+        ("The answer is 5, and 3 are left.", "5"),
+        ("The answer is 18 a day", "18"),
+        ("The answer is 18 to the nearest dollar", "18"),
+        ("The answer is 18 and she is glad", "18"),
+        ("The answer is $5 - hope it helps", "$5"),
+        ("The answer is 50% of it", "50%"),
+        ("The answer is **18** dollars", "18"),
+        ("The answer is 20g of sugar", "20"),
+        (r"The answer is 18^\circ in the shade", "18"),
+        (r"The answer is 18 \text{ clips} in all", "18"),
+        ("There are 762 M&M's", "762"),
+        ("Ann has 3 and Bob has 5", "5"),
+        ("Total is 3*6 = 18 dollars", "18"),
+        # parts of a longer answer: all of it
+        ("The answer is 5 million dollars.", "5 million dollars"),
+        ("The answer is $5$ million dollars.", "$5$ million dollars"),
+        ("The total is 2*4 = 8 dozen eggs", "8 dozen eggs"),
+        ("The answer is 1e3 dollars", "1e3 dollars"),
+        ("The answer is 10^6 dollars", "10^6 dollars"),
+        ("It makes 10^6 dollars", "10^6 dollars"),
+        ("The answer is 10**6 dollars", "10**6 dollars"),
+        ("The answer is 10² dollars", "10² dollars"),
+        ("The answer is 5٣ dollars", "5٣ dollars"),
+        ("The answer is 2^{10} in total", "2^{10} in total"),
+        ("The answer is 1 1/2 cups", "1 1/2 cups"),
+        ("She used 1 1/2 cups", "1 1/2 cups"),
+        ("The answer is 5x+3 in all", "5x+3 in all"),
+        ("They have 5x+3 in all", "5x+3 in all"),
+        ("They have x + 3 in all", "They have x + 3 in all"),
+        ("The answer is 5k dollars", "5k dollars"),
+        ("The answer is 2:30 pm", "2:30 pm"),
+        ("She leaves at 2:30 pm", "2:30 pm"),
+        ("The answer is 7 or 8.", "7 or 8"),
+        ("It is 7 or 8.", "7 or 8"),
+        ("The answer is between 10 and 20.", "10 and 20"),
+        ("The answer is 10-20 dollars", "10-20 dollars"),
+        ("The answer is 10 to 20 dollars", "10 to 20 dollars"),
+        ("The answer is 5 and a half dollars", "5 and a half dollars"),
+        ("The answer is 5 * 3 dollars", "5 * 3 dollars"),
+        (r"The answer is 2\pi units", r"2\pi units"),
+        (r"The answer is \frac{3}{4} cups", r"\frac{3}{4} cups"),
+        ("The answer is 70{,}000 dollars", "70{,}000 dollars"),
+    ],
+)
+def test_a_number_is_taken_alone_only_where_it_is_the_whole_answer(text, found):
+    assert answers.maths_answer(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["5 million", r"5\text{ million}", "$5$ Million dollars", "7 or 8", r"5~\mbox{dozens}", "10 and 20", "2 pi",
+     r"5\,\text{thousand}", r"5\textrm{ million}", r"5\text{-million}", r"5\text{ US million}", r"{5}\text{ million}",
+     r"5\mathrm{k}", r"5\text{ M}", "5 mil", "-5 million"],
+)  # fmt: skip
+def test_a_number_and_a_word_that_changes_it(text):
+    assert answers.compound(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "-5", r"5\text{ m}", "5 KB", "5 millionaires", "5 orders", "5 apples or 6", "5 tons", "million"]
+)
+def test_a_number_with_its_unit_is_no_compound(text):
+    assert not answers.compound(text)
 
 
 @given(st.one_of(st.text(), st.lists(pieces, max_size=30).map("".join)))
@@ -122,6 +198,7 @@ def test_nothing_a_model_writes_breaks_the_search(completion):
     answers.short_answer(completion)
     answers.plain_number(found)
     answers.plain_text(found)
+    answers.compound(found)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +221,12 @@ def test_nothing_a_model_writes_breaks_the_search(completion):
         "\n",
         "1/",
         "-",
+        "1 or ",
+        "1 ",
+        "1^",
+        "5x+",
+        "1,,,",
+        "5 " + " " * 500,
     ],
 )
 def test_long_completions_are_searched_in_linear_time(unit):

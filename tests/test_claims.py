@@ -119,6 +119,22 @@ def test_a_broken_file_is_named(tmp_path):
         claims.load(tmp_path / "claims.toml")
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "claims.toml holds no claim"),
+    ("claim = []", "claims.toml holds no claim"),
+    ('[[claims]]\nid = "x"', "claims.toml: unknown 'claims' at the top; every row begins with [[claim]]"),
+    ('title = "t"\n[[claim]]\nid = "x"', "claims.toml: unknown 'title' at the top"),
+    ('[claim]\nid = "x"', "claims.toml: claim must be rows that begin with [[claim]], got {'id': 'x'}"),
+    ("claim = [1]", "claims.toml: claim must be rows that begin with [[claim]], got [1]"),
+])
+def test_a_file_without_rows_is_no_empty_ledger(tmp_path, text, message):
+    """A typo must not empty README's table."""
+    (tmp_path / "claims.toml").write_text(text)
+    with pytest.raises(UserError) as error:
+        claims.load(tmp_path / "claims.toml")
+    assert str(error.value).startswith(message)
+
+
 # -- what a cell must be -------------------------------------------------------------------------------------------
 
 
@@ -161,6 +177,25 @@ def test_a_number_seen_stands_in_the_cell(tmp_path, seen, missing):
         return claims.check_cells(row, folder)
     with pytest.raises(UserError, match=f"claim 'x': {missing} is said to be seen"):
         claims.check_cells(row, folder)
+
+
+@pytest.mark.parametrize(("seen", "missing"), [
+    ("−0.5", None), ("-0.5", None), ("[−0.5, 0.25]", None), ("0.1–0.25", None), ("0.1-0.25", None),
+    ("−log p 0.25", None), ("± 0.5", None), ("−0.25", "-0.25"), ("(−0.1)", "-0.1"), ("−0.75", "-0.75")])
+def test_a_sign_seen_stands_in_the_cell(tmp_path, seen, missing):
+    output = {**STREAM, "text": ["a = −0.504, b = 0.25; 1-0.75 from 0.1"]}
+    folder, row = notebook(tmp_path, outputs=[output]), [claims.Claim(**{**ROW, "seen": seen})]
+    if missing is None:
+        return claims.check_cells(row, folder)
+    with pytest.raises(UserError, match=f"claim 'x': {missing} is said to be seen"):
+        claims.check_cells(row, folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cells": [1]}', '{"cells": [{}]}'])
+def test_a_file_that_is_no_notebook_is_named(tmp_path, text):
+    (tmp_path / "01_a.ipynb").write_text(text)
+    with pytest.raises(UserError, match="01_a.ipynb is no notebook"):
+        claims.check_cells([claims.Claim(**ROW)], tmp_path)
 
 
 def test_a_missing_notebook_is_named(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -74,8 +75,6 @@ def test_every_setting_of_a_run_is_an_option(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = capsys.readouterr().out
-    import dataclasses
-
     assert all("--" + f.name.replace("_", "-") in shown for f in dataclasses.fields(TrainConfig))
 
 
@@ -105,6 +104,27 @@ def test_both_methods_of_the_demo_see_the_same_first_rollouts(tmp_path):
     for key in ("reward", "pass_rate", "dead_groups", "length", "cut_off"):
         assert first[0][key] == first[1][key]
     assert first[0]["grad_norm"] != first[1]["grad_norm"]
+
+
+def test_evaluate_leaves_out_what_could_not_be_graded_and_prints_json(data, capsys, monkeypatch):
+    found = Evaluation(np.array([2, 1, 0]), np.array([2, 2, 0]), np.array([1.0, 0.0, np.nan]), [])
+    command = ["evaluate", "--data", data, "--rows", "3", "--samples", "2", "--k", "1"]
+    monkeypatch.setattr("sage_lite.evaluation.evaluate", lambda *arguments, **options: found)
+    assert main(command) == 0 and "greedy   0.500" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["greedy"] == 0.5
+    found = Evaluation(np.array([1]), np.array([2]), np.array([1.0]), [])
+    assert main([*command, "--json"]) == 0  # one problem: no interval, and JSON has no NaN
+    printed = capsys.readouterr().out
+    assert "NaN" not in printed and json.loads(printed)["pass@1"] == {"value": 0.5, "interval": [None, None]}
+
+
+def test_the_demo_leaves_out_problems_that_could_not_be_graded():
+    pool = Evaluation(np.array([16, 16, 4, 0]), np.array([16, 16, 16, 0]), None, [])
+    measured = dataclasses.replace(_measured([2] * 8), pool=pool)
+    assert demo._row([measured], "grpo")["share_p_hi"] == pytest.approx(2 / 3)
+    histogram = demo.figure(measured, {m: [measured] for m in demo.METHODS}).axes[1]
+    assert [patch.get_data().values.sum() for patch in histogram.patches] == pytest.approx([1.0] * 3)
 
 
 def _measured(right: list[int], budget_rates=(0.1, 0.95)) -> demo.Measured:

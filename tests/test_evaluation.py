@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -40,13 +43,51 @@ def test_pass_at_k_refuses_nonsense(bad):
         pass_at_k(*bad)
 
 
+@pytest.mark.parametrize("bad", [(4.0, 1, 1), (4, 1.0, 1), (4, 1, 1.5), (np.array([4.0]), 1, 1), (4, np.ones(2), 1)])
+def test_pass_at_k_needs_whole_numbers(bad):
+    with pytest.raises(UserError, match="pass_at_k needs whole numbers"):
+        pass_at_k(*bad)
+    assert pass_at_k(np.int64(4), torch.tensor(1), 1) == 0.25
+
+
+@pytest.mark.parametrize("n, c, k", [(10_001, 3, 1), (10_001, 3, 5_000), (20_000, 700, 3), (20_000, 40, 400),
+                                     (15_000, 0, 7), (15_000, 14_990, 11), (15_000, 14_990, 10), (12_345, 678, 910)])
+def test_pass_at_k_of_many_samples_is_the_exact_one(n, c, k):
+    exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+    assert pass_at_k(n, c, k) == pytest.approx(float(exact), rel=1e-12)
+
+
+def test_pass_at_k_of_very_many_samples_is_fast():
+    start = time.process_time()
+    assert pass_at_k(10**6, 10, 500_000) == pytest.approx(1 - 0.5**10, rel=1e-4)
+    assert pass_at_k(10**12, 10**6, 10**6) == pytest.approx(1 - math.exp(-1), rel=1e-5)
+    assert pass_at_k(10**12, 5 * 10**11, 5 * 10**11) == 1.0
+    assert time.process_time() - start < 1.0
+
+
 def test_bootstrap_covers_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(0)
     hits = [(i := bootstrap(rng.random(60) < 0.3, resamples=300, seed=s)).low <= 0.3 <= i.high for s in range(200)]
     assert 0.88 < np.mean(hits) < 0.99
     assert bootstrap([2.0, 2.0]).low == bootstrap([2.0, 2.0]).high == 2.0
-    with pytest.raises(UserError, match="at least one"):
-        bootstrap([])
+
+
+@pytest.mark.parametrize("values, message", [
+    ([], "at least one value"), (0.5, r"at least one value, got shape \(\)"),
+    ([1, 0, np.nan, 1], "got nan at index 2: drop that problem"), ([[1, 2], [3, np.inf]], r"got inf at index \(1, 1\)"),
+])  # fmt: skip
+def test_bootstrap_refuses_what_has_no_interval(values, message):
+    with pytest.raises(UserError, match=message):
+        bootstrap(values)
+
+
+def test_bootstrap_of_one_problem_has_no_interval_and_needs_a_resample():
+    one = bootstrap([1.0])
+    assert one.value == 1.0 and np.isnan([one.low, one.high]).all() and one.bounds == [None, None]
+    assert str(one) == "1.000 [nan, nan]" and bootstrap([2.0, 2.0]).bounds == [2.0, 2.0]
+    for resamples in (0, -1, 2.5):
+        with pytest.raises(UserError, match="resamples must be a whole number of at least 1"):
+            bootstrap([1.0, 0.0], resamples=resamples)
 
 
 def test_evaluate_counts_right_answers_and_leaves_failed_scores_out():
@@ -70,6 +111,15 @@ def test_evaluate_greedy_and_the_same_numbers_for_the_same_seed():
     assert a.texts == b.texts and set(a.greedy) <= {0.0, 1.0}
     with pytest.raises(UserError, match="no problem"):
         evaluate(small_policy(), task, [])
+
+
+def test_a_problem_whose_scorer_always_fails_is_not_one_with_pass_rate_zero():
+    task = _task(lambda text, row: None if row["n"] == 2 else float(row["n"] % 2))
+    found = evaluate(small_policy(), task, samples=4, greedy=True)
+    wanted = [0.0, 1.0, np.nan, 1.0, 0.0, 1.0]
+    np.testing.assert_array_equal(found.pass_rate, wanted)
+    np.testing.assert_array_equal(found.greedy, wanted)
+    assert found.samples.tolist() == [4, 4, 0, 4, 4, 4] and found.pass_at(4).value == pytest.approx(3 / 5)
 
 
 def _norms_written_out(policy, out, group, rewards, function):
@@ -117,3 +167,35 @@ def test_budget_shares_bins_and_independence_of_the_rate_samples():
     assert measured.norms["sage"].shape == (6, 3) and len(set((measured.pass_rate * 64).round(6) % 1)) == 1
     with pytest.raises(UserError, match="at least|>= 64"):
         gradient_budget(small_policy(), task, task.train, ["sage"], rate_samples=16)
+
+
+def _budget(score, rows=3, **options):
+    task = _task(score)
+    return gradient_budget(small_policy(), task, task.train[:rows], ["sage"], group_size=4, **options)
+
+
+def test_budget_leaves_failed_grades_out_of_the_pass_rate():
+    """Every second grade fails, all others are right: p is 1, not one half."""
+    calls = itertools.count()
+    found = _budget(lambda text, row: None if next(calls) % 2 else 1.0)
+    assert found.pass_rate.tolist() == [1.0] * 3 and found.bins.tolist() == [4] * 3
+    with pytest.raises(UserError, match="no sample of problem 1 could be graded"):
+        _budget(lambda text, row: None if row["n"] == 1 else 1.0)
+
+
+def test_budget_bins_are_those_of_exact_pass_rates():
+    """In float32, 90 of 100 is below .9 and 20 of 100 above .2: the edges must not depend on that."""
+    calls, right = itertools.count(), [20, 70, 90]
+    found = _budget(lambda text, row: float(next(calls) % 100 < right[row["n"]]), rate_samples=100)
+    assert found.pass_rate.tolist() == [0.2, 0.7, 0.9] and found.bins.tolist() == [1, 3, 4]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"rows": 0}, "at least one problem"),
+    ({"pass_rate": np.array([0.1])}, r"pass_rate must be \[3\], one number a problem, got shape \(1,\)"),
+    ({"pass_rate": 0.5}, r"got shape \(\)"),
+    ({"pass_rate": np.array([0.1, np.nan, 1.0])}, "pass_rate must lie in .0, 1., got nan"),
+])  # fmt: skip
+def test_budget_refuses_what_does_not_match(options, message):
+    with pytest.raises(UserError, match=message):
+        _budget(lambda text, row: 1.0, **options)

@@ -363,12 +363,22 @@ def test_stats_are_means_over_live_tokens():
     ({"advantages": torch.zeros(2, 3)}, r"advantages must be \[2\], one per rollout, got \(2, 3\)"),
     ({"mask": torch.ones(2, 1)}, r"mask \(2, 1\) must have one shape"),
     ({"old_logprobs": torch.zeros(3)}, r"old_logprobs \(3,\)"),
+    (dict.fromkeys(["logprobs", "old_logprobs", "mask"], torch.ones(2)), r"logprobs \(2,\).* one shape \[rollouts"),
+    (dict.fromkeys(["logprobs", "old_logprobs", "mask"], torch.ones(2, 3, 2)), r"logprobs \(2, 3, 2\).* one shape"),
+    ({"advantages": torch.tensor([1.0, NAN])}, "advantages must be finite .*got nan at index 1"),
+    ({"advantages": torch.tensor([-INF, 1.0])}, "advantages must be finite .*got -inf at index 0"),
 ])
 def test_a_wrong_argument_is_named(change, message):
     arguments = dict(logprobs=torch.zeros(2, 3), old_logprobs=torch.zeros(2, 3), advantages=torch.zeros(2),
                      mask=torch.ones(2, 3)) | change
     with pytest.raises(UserError, match=message):
         policy_loss(**arguments)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 1), ()])
+def test_k3_does_not_broadcast(shape):
+    with pytest.raises(UserError, match=r"logprobs \(2, 3\) and ref_logprobs .* one shape"):
+        kl_k3(torch.zeros(2, 3), torch.zeros(shape))
 
 
 def test_denominators():
@@ -447,7 +457,19 @@ def test_without_the_sampling_temperature_the_first_ratio_is_not_one():
     assert ((forgotten - sampled).exp() - 1).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": -1.0}, {"temperature": NAN}, {"chunk": 0}])
+@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize("shape", [(3,), (1,), (6,), (5, 1), (0,)])
+def test_targets_that_do_not_match_the_hidden_states_are_refused(shape, chunk):
+    """zip would cut the longer one off, gather would repeat the shorter one: plausible wrong numbers."""
+    hidden, _ = hidden_and_targets(5)
+    with pytest.raises(UserError, match=r"hidden \(5, 5\) must be \[tokens, width\] and targets"):
+        chunked_logprobs(hidden, Head(), torch.zeros(shape, dtype=torch.long), chunk=chunk)
+    with pytest.raises(UserError, match=r"hidden \(1, 5, 5\) must be"):
+        chunked_logprobs(hidden[None], Head(), torch.zeros(1, dtype=torch.long), chunk=chunk)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": -1.0}, {"temperature": NAN}, {"chunk": 0},
+                                     {"chunk": 2.5}])
 def test_a_temperature_or_chunk_that_is_not_positive_is_refused(options):
     hidden, targets = hidden_and_targets(3)
     with pytest.raises(UserError, match="|".join(options)):

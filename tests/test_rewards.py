@@ -221,6 +221,28 @@ MATHS = [
     ("7", r"\boxed{5}" + "\n#### 7", 1),
     ("5", "#### 7\n" + r"\boxed{5}", 1),
     ("18", "<answer>17</answer> or <answer>$18$</answer>", 1),
+    # a number that is only a part of the answer
+    ("5", "The answer is 5 million dollars.", 0),
+    ("5", r"\boxed{5\text{ million}}", 0),
+    ("5", r"\boxed{5 millions}", 0),
+    ("5", r"\boxed{5~\text{million}}", 0),
+    (r"5 \text{ million}", r"\boxed{5}", 0),
+    (r"5 \text{ million}", r"\boxed{5 million}", 1),
+    ("5", "Total = 5 million dollars", 0),
+    ("1", "The answer is 1e3 dollars", 0),
+    ("10", "The answer is 10^6 dollars", 0),
+    ("6", "It makes 10^6", 0),
+    ("2", "The answer is 2^{10} in total", 0),
+    ("1", "The answer is 1 1/2 cups", 0),
+    ("1/2", "She used 1 1/2 cups", 0),
+    ("5", "The answer is 5x+3 in all", 0),
+    ("3", "There are 5x+3 in all", 0),
+    ("2", "The answer is 2:30 pm", 0),
+    ("7", "The answer is 7 or 8.", 0),
+    ("10", "The answer is between 10 and 20.", 0),
+    ("70000", "The answer is 70{,}000 dollars", 1),
+    ("3", r"\boxed{1/٠}", 0),
+    ("1", r"\boxed{١}", 0),
     # not several at once
     ("1", r"\boxed{1,2}", 0),
     ("12", r"\boxed{1,2}", 0),
@@ -345,6 +367,18 @@ def test_real_gsm8k_solutions_score_one_and_others_zero(repository, file):
     assert all(rewards.math_exact(row["answer"], gold) == 1.0 for row, gold in zip(rows, golds))
     for row, gold, other in zip(rows, golds, golds[1:]):
         assert rewards.math_exact(row["answer"], other) == float(gold == other)
+
+
+@pytest.mark.parametrize("form", ["#### {}", "BOX", "The answer is {}.", "The answer is ${}.", "So it takes {} hours."])
+@pytest.mark.parametrize("file", ["gsm8k/train_1000.jsonl", "gsm8k/test.jsonl"])
+def test_real_gsm8k_answers_score_one_in_every_form(repository, file, form):
+    path = repository.parent / "shared" / "data" / file
+    if not path.exists():
+        pytest.skip("needs the real GSM8K rows")
+    for line in path.read_text(encoding="utf-8").splitlines():
+        written = json.loads(line)["answer"].rpartition("####")[2].strip()
+        completion = rf"\boxed{{{written}}}" if form == "BOX" else form.format(written)
+        assert rewards.math_exact(completion, rewards.gsm8k_gold(f"#### {written}")) == 1.0, completion
 
 
 def test_real_math500_solutions_score_one(repository):
