@@ -47,16 +47,17 @@ def problem(task: Task, text: str) -> dict | None:
     Raises UserError for a row number or a row that the task does not have.
     """
     text = text.strip()
-    if text.isdigit():
-        if int(text) >= len(task.test):
-            raise UserError(f"task {task.name!r} has the test rows 0 to {len(task.test) - 1}, not {text}")
+    if text.isdecimal():  # "²" is a digit, too, and no number to int()
+        if len(text) > 12 or int(text) >= len(task.test):
+            raise UserError(f"task {task.name!r} has the test rows 0 to {len(task.test) - 1}, not {text:.80}")
         return task.test[int(text)]
     if text.startswith("{"):
         try:
-            return _row(task, json.loads(text))
-        except json.JSONDecodeError as error:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:  # the first also for a number of thousands of digits
             raise UserError(f"this row is not JSON: {error}") from None
-    numbers = re.fullmatch(r"(\d+(?:[ ,]+\d+)*)\s*=\s*(\d+)", text)
+        return _row(task, row)
+    numbers = re.fullmatch(r"(\d{1,100}(?:[ ,]+\d{1,100})*)\s*=\s*(\d{1,100})", text)
     if task.name == "countdown" and numbers:
         return _row(task, {"nums": [int(n) for n in re.split(r"[ ,]+", numbers[1])], "target": int(numbers[2])})
     question, arrow, answer = text.rpartition("=>")

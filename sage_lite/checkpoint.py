@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from sage_lite.errors import UserError
+from sage_lite.errors import Diverged, UserError
+from sage_lite.folders import checkpoints, latest
 from sage_lite.policy import Policy
-
-_NAME = re.compile(r"step-(\d{6,})$")
 
 
 def save_checkpoint(
@@ -25,14 +23,14 @@ def save_checkpoint(
     """Write `folder/step-NNNNNN` with weights or adapter, optimizer, RNG states and `state`; keep the newest `keep`.
 
     All is written into a hidden folder first and renamed last, so a crash at any moment leaves either the whole
-    checkpoint or none. Raises UserError when the disk is full; the partial files are removed and older checkpoints
-    stay.
+    checkpoint or none. Raises UserError when the disk is full, and Diverged for weights that are not finite; nothing
+    partial is left then, and older checkpoints stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    check_finite(policy, step, folder)
     final, partial = folder / f"step-{step:06d}", folder / f".partial-{step:06d}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         policy.save(partial)
         tensors, groups = _flatten(optimizer)
         save_file(tensors | _rng_states(), partial / "optimizer.safetensors")
@@ -45,26 +43,15 @@ def save_checkpoint(
             shutil.rmtree(final)
         os.rename(partial, final)
         _flush(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        last = latest(folder)
         raise UserError(
-            f"could not write the checkpoint of step {step} to {folder}: {error.strerror or error}. "
-            f"The last whole one is {last.name if last else 'none'}; free some space and go on with resume"
+            f"could not write the checkpoint of step {step} to {folder}: {getattr(error, 'strerror', None) or error}. "
+            f"{last_whole(folder)}; free some space and go on with resume"
         ) from error
-    for old in _sorted(folder)[:-keep]:
+    for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files are all there at full size, or None; says so when it passes one
-    over."""
-    for path in reversed(_sorted(folder)):
-        if _is_whole(path):
-            return path
-        warnings.warn(f"checkpoint {path} is incomplete and is passed over", stacklevel=2)
-    return None
 
 
 def load_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -97,6 +84,20 @@ def load_weights(path: Path, policy: Policy) -> None:
         raise UserError(f"{path} does not fit this model: unexpected weight {unexpected[0]!r}")
 
 
+def check_finite(policy: Policy, step: int, folder: Path | None) -> None:
+    """Diverged unless all trained weights are finite after `step` of a run that has its checkpoints in `folder`."""
+    if not torch.stack([p.detach().isfinite().all() for _, p in policy.trainable()]).all():
+        raise Diverged(
+            f"the weights are no longer finite since step {step}, which is not saved: lower lr. {last_whole(folder)}"
+        )
+
+
+def last_whole(folder: Path | None) -> str:
+    """A sentence, for messages, on which checkpoint there is."""
+    last = None if folder is None else latest(folder)
+    return f"The last whole checkpoint is {last.name}" if last else "There is no checkpoint"
+
+
 def required_bytes(policy: Policy) -> int:
     """Size of one checkpoint: the saved weights and Adam's two moments of the trained ones."""
     trained = sum(p.numel() * p.element_size() for _, p in policy.trainable())
@@ -113,19 +114,6 @@ def check_space(folder: Path, policy: Policy, keep: int) -> None:
             f"where {free / 1e6:.0f} MB are free: "
             "free some space, choose another out folder or lower keep_checkpoints"
         )
-
-
-def _sorted(folder: Path) -> list[Path]:
-    found = [p for p in folder.glob("step-*") if _NAME.search(p.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda p: int(_NAME.search(p.name)[1]))
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        sizes = json.loads((path / "manifest.json").read_text())
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
 
 
 def _flatten(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[dict]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ from sage_lite import advantages, theory
 from sage_lite.budget import GradientBudget, gradient_budget
 from sage_lite.errors import UserError
 from sage_lite.evaluation import Evaluation, Interval, bootstrap, evaluate, pass_at_k
+from sage_lite.folders import latest
 from sage_lite.policy import Policy, load_policy
 from sage_lite.provenance import made_by
 from sage_lite.recipes import recipe
+from sage_lite.runlog import read_lines
 from sage_lite.tasks import Task, load_task
 from sage_lite.trainer import TrainConfig, train
 
@@ -50,11 +53,22 @@ def run_demo(
     comparison.
 
     Leaves in `out`: summary.json, demo.png and a folder a run with metrics.jsonl, completions.jsonl and its checkpoint.
-    Returns what summary.json holds. Raises UserError where `out` already holds a run.
+    Runs that an interrupted demo left there go on. Returns what summary.json holds, NaN where that has null. Raises
+    UserError where `out` already holds a whole demo, or runs of other settings; KeyboardInterrupt after Ctrl-C.
     """
-    out = Path(out)
+    out = Path(out).expanduser()
     if (out / "summary.json").exists():
         raise UserError(f"{out} already holds a demo: choose another folder with --out")
+    configs = [
+        TrainConfig(
+            method=method, steps=steps, seed=seed, out=str(out / f"{method}-seed{seed}"), lr=2e-4, progress=progress,
+            checkpoint_every=max(steps, 1), keep_checkpoints=1, task_options={"pool_size": pool_size},
+        )
+        for seed in range(seeds)
+        for method in METHODS
+    ]  # fmt: skip
+    for config in configs:
+        config.resume = _begun(config)
     out.mkdir(parents=True, exist_ok=True)
     task = load_task("countdown", pool_size=pool_size)
     functions = {m: advantages.get(recipe(m).advantage, **recipe(m).advantage_params) for m in METHODS}
@@ -62,21 +76,16 @@ def run_demo(
     print("Start: measuring the embedded model before any training …", flush=True)
     start = _measure(load_policy(), task, functions, 0.0, [], **size)
     runs: dict[str, list[Measured]] = {m: [] for m in METHODS}
-    for seed in range(seeds):
-        for method in METHODS:
-            config = TrainConfig(
-                method=method, steps=steps, seed=seed, out=str(out / f"{method}-seed{seed}"), lr=2e-4,
-                progress=progress,
-                checkpoint_every=max(steps, 1), keep_checkpoints=1, task_options={"pool_size": pool_size},
-            )  # fmt: skip
-            result = train(config, task=task)
-            if result.stopped_early:
-                raise UserError(
-                    f"stopped after {len(result.metrics)} steps of {method}; the partial run is in {result.out}"
-                )
-            runs[method].append(_measure(result.policy, task, functions, result.seconds, result.metrics, **size))
+    for config in configs:
+        result = train(config, task=task)
+        metrics = read_lines(result.out / "metrics.jsonl")
+        if result.stopped_early:
+            done = f"stopped after {len(metrics)} of {steps} steps of {config.method}, seed {config.seed}"
+            raise KeyboardInterrupt(f"{done}; the same command goes on from there")
+        seconds = sum(line["seconds"] for line in metrics) if config.resume else result.seconds
+        runs[config.method].append(_measure(result.policy, task, functions, seconds, metrics, **size))
     summary = _summary(start, runs, steps, seeds)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / "summary.json").write_text(json.dumps(_null_for_nan(summary), indent=1, allow_nan=False) + "\n")
     figure(start, runs).savefig(out / "demo.png", dpi=110)
     print("\n" + table(summary), "\n" + in_words(start, runs, summary), sep="\n")
     print(
@@ -84,6 +93,34 @@ def run_demo(
         + ", ".join(f"{out}/{m}-seed{s}" for m in METHODS for s in range(seeds))
     )
     return summary
+
+
+def _begun(config: TrainConfig) -> bool:
+    """Whether the folder of a run holds a checkpoint of it; UserError where that is one of other settings."""
+    folder = Path(config.out)
+    if latest(folder / "checkpoints") is None:
+        return False
+    try:
+        before = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot go on with the run in {folder}, its config.json is missing or damaged: choose another "
+                        "folder with --out") from error  # fmt: skip
+    for name in ("steps", "task_options"):
+        if before.get(name) != getattr(config, name):
+            raise UserError(
+                f"{folder} holds a run of an interrupted demo with {name}={before.get(name)}, not "
+                f"{getattr(config, name)}: go on with the same settings, or choose another folder with --out"
+            )
+    return True
+
+
+def _null_for_nan(value: Any) -> Any:
+    """The same for JSON, which has no NaN: None stands for it."""
+    if isinstance(value, dict):
+        return {name: _null_for_nan(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_null_for_nan(v) for v in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _measure(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sage_lite.checks import whole
+from sage_lite.checks import array, whole
 from sage_lite.errors import UserError
 from sage_lite.oom import Limit
 from sage_lite.policy import Policy
@@ -68,11 +68,15 @@ class Interval:
 def bootstrap(values, statistic=np.mean, *, resamples: int = 1000, seed: int = 0) -> Interval:
     """Percentile bootstrap over the first axis of `values` (the problems): 2.5 % to 97.5 % of the resampled statistic.
 
-    values: [N] or [N, ...]; statistic maps such an array to a number. Speaks of other problems, not of other seeds. One
-    problem says nothing of others: for N = 1, low and high are NaN. Raises UserError for values that are not finite (a
-    caller that wants some left out drops them first), no value at all, or resamples < 1.
+    values: [N] or [N, ...], array, tensor or list; statistic maps such an array to a number. Speaks of other problems,
+    not of other seeds. One problem says nothing of others: for N = 1, low and high are NaN. Raises UserError for what
+    is no array of numbers, values that are not finite (a caller that wants some left out drops them first), no value at
+    all, or resamples < 1.
     """
-    values = np.asarray(values, dtype=np.float64)
+    try:
+        values = array(values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"bootstrap needs an array of numbers: {error}") from None
     if values.ndim == 0 or len(values) == 0:
         raise UserError(f"bootstrap needs an array of at least one value, got shape {values.shape}")
     if not np.isfinite(values).all():
@@ -91,12 +95,15 @@ def bootstrap(values, statistic=np.mean, *, resamples: int = 1000, seed: int = 0
 @dataclass
 class Evaluation:
     """Right answers per problem: `right[i]` of the `samples[i]` samples that could be graded; greedy[i] is 0 or 1, NaN
-    where that answer could not be graded, and greedy is None where it was not asked for."""
+    where that answer could not be graded, and greedy is None where it was not asked for. scores [N, samples] and
+    greedy_scores [N] are the rewards themselves, NaN likewise."""
 
     right: np.ndarray
     samples: np.ndarray
     greedy: np.ndarray | None
     texts: list[list[str]]
+    scores: np.ndarray | None = None
+    greedy_scores: np.ndarray | None = None
 
     @property
     def pass_rate(self) -> np.ndarray:
@@ -109,6 +116,28 @@ class Evaluation:
         if not enough.any():
             raise UserError(f"pass@{k} needs at least {k} scored samples a problem, got at most {self.samples.max()}")
         return bootstrap([pass_at_k(int(n), int(c), k) for n, c in zip(self.samples[enough], self.right[enough])])
+
+    @property
+    def graded(self) -> bool:
+        """Whether some reward is neither 0 nor 1, so that the share of right answers does not say all."""
+        known = [s[~np.isnan(s)] for s in (self.scores, self.greedy_scores) if s is not None]
+        return any(not np.isin(s, (0.0, 1.0)).all() for s in known)
+
+    def mean_reward(self) -> Interval:
+        """Mean reward of the samples, over the problems, with its interval; what could not be graded is left out."""
+        return _mean(self.scores)
+
+    def mean_greedy_reward(self) -> Interval:
+        """The same of the greedy answers. Raises UserError where they were not asked for."""
+        return _mean(self.greedy_scores)
+
+
+def _mean(scores: np.ndarray | None) -> Interval:
+    """Mean over problems of each one's mean score, [N] or [N, samples], NaN left out, with its interval."""
+    if scores is None:
+        raise UserError("there are no rewards of these answers: evaluate(..., greedy=True) asks for the greedy ones")
+    table = scores.reshape(len(scores), -1)
+    return bootstrap([float(np.nanmean(row)) for row in table if not np.isnan(row).all()])
 
 
 def evaluate(
@@ -149,8 +178,9 @@ def evaluate(
         task.score, [t for group in texts for t in group], [row for row in rows for _ in range(samples)]
     )
     scores = np.array([np.nan if r is None else r for r in flat], dtype=np.float64).reshape(len(rows), samples)
-    best = None
+    best = best_scores = None
     if greedy:
-        best_scores, _, _ = score_all(task.score, greedy_texts, rows)
-        best = np.array([np.nan if r is None else float(r >= 1.0) for r in best_scores])
-    return Evaluation((scores >= 1.0).sum(-1), (~np.isnan(scores)).sum(-1), best, texts)
+        best_rewards, _, _ = score_all(task.score, greedy_texts, rows)
+        best_scores = np.array([np.nan if r is None else r for r in best_rewards], dtype=np.float64)
+        best = np.where(np.isnan(best_scores), np.nan, best_scores >= 1.0)
+    return Evaluation((scores >= 1.0).sum(-1), (~np.isnan(scores)).sum(-1), best, texts, scores, best_scores)

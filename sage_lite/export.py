@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from sage_lite import checkpoint, loading
+from sage_lite import loading
 from sage_lite.errors import UserError
+from sage_lite.folders import find, make, writing
 from sage_lite.policy import DTYPES, Policy, base_of, load_policy, trained_four_bit
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "policy.json")
@@ -39,36 +40,25 @@ class Merged:
         )
 
 
-def find(run: str | Path) -> Path:
-    """The folder with the weights of a run: its last checkpoint; a folder that is no run is taken as it is."""
-    run = Path(run).expanduser()
-    if not run.is_dir():
-        raise UserError(f"there is no folder {run}")
-    if not (run / "checkpoints").is_dir():
-        return run
-    last = checkpoint.latest(run / "checkpoints")
-    if last is None:
-        raise UserError(f"the run in {run} has no checkpoint yet")
-    return last
-
-
 def export_adapter(adapter: str | Path, out: str | Path) -> Path:
     """Copy a PEFT adapter and its tokenizer, and nothing of the optimizer, to the new folder `out`."""
-    adapter, out = Path(adapter), _new(out)
+    adapter = find(adapter)
     _adapter_of(adapter)
+    out = _new(out)
     files = [f for f in adapter.iterdir() if f.name in ADAPTER_FILES or _of_tokenizer(f.name)]
-    out.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        shutil.copy2(file, out / file.name)
+    with writing(out):
+        for file in files:
+            shutil.copy2(file, out / file.name)
     return out
 
 
 def export_weights(folder: str | Path, out: str | Path, dtype: str = "bfloat16") -> Path:
     """Save a run that trained all weights as an ordinary model in 16 bits."""
-    out = _new(out)
+    sixteen, out = _sixteen(dtype), _new(out)
     policy = load_policy(folder, device="cpu", dtype="float32")
-    policy.model.to(_sixteen(dtype))
-    policy.save(out)
+    policy.model.to(sixteen)
+    with writing(out):
+        policy.save(out)
     return out
 
 
@@ -90,8 +80,8 @@ def merge(
     """
     if base not in BASES:
         raise UserError(f"unknown base {base!r}; choose {' or '.join(BASES)}")
-    sixteen, out = _sixteen(dtype), _new(out)
-    settings = _adapter_of(adapter)
+    sixteen, adapter = _sixteen(dtype), find(adapter)
+    settings, out = _adapter_of(adapter), _new(out)
     four_bit = trained_four_bit(adapter)
     if not four_bit:
         base = "original"
@@ -110,11 +100,11 @@ def merge(
         if name == base:
             chosen = merged
     tokenizer = loading.load_tokenizer(adapter if loading.has_tokenizer(adapter) else model or base_of(adapter))
-    with loading.no_progress_bar():
-        chosen.save_pretrained(out, safe_serialization=True)
-    tokenizer.save_pretrained(out)
     about = {"adapter_of": settings.get("base_model_name_or_path"), "merged_into": base, "four_bit": four_bit}
-    (out / "merge.json").write_text(json.dumps(about | {"gap": gap}, indent=1) + "\n")
+    with writing(out), loading.no_progress_bar():
+        chosen.save_pretrained(out, safe_serialization=True)
+        tokenizer.save_pretrained(out)
+        (out / "merge.json").write_text(json.dumps(about | {"gap": gap}, indent=1) + "\n")
     return Merged(out, base, dtype, gap)
 
 
@@ -161,10 +151,11 @@ def _adapter_of(folder: str | Path) -> dict[str, Any]:
 
 
 def _new(out: str | Path) -> Path:
+    """The folder to export to, made and tried before the models are loaded; UserError for one that holds something."""
     out = Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already: choose a new folder")
-    return out
+    return make(out)
 
 
 def _of_tokenizer(name: str) -> bool:

@@ -132,15 +132,17 @@ def _dtype_keyword() -> str:
 
 def _load(cls, source: Any, **kwargs):
     looks_local = Path(source).is_absolute() or str(source).startswith((".", "~"))
-    if looks_local and not Path(source).expanduser().is_dir():
-        raise UserError(
-            f"no model folder at {source}: give a folder that holds config.json, or a hub id such as Qwen/Qwen2.5-1.5B"
-        )
+    folder = Path(source).expanduser()
+    wanted = "give a folder that holds config.json, or a hub id such as Qwen/Qwen2.5-1.5B"
+    if looks_local and not folder.is_dir():
+        raise UserError(f"no model folder at {source}: {wanted}")
+    if folder.is_dir() and not any((folder / f).is_file() for f in ("config.json", "tokenizer_config.json")):
+        raise UserError(f"the folder {source} holds no model: {wanted}")
     try:
         with no_progress_bar():
-            return cls.from_pretrained(str(Path(source).expanduser()) if looks_local else str(source), **kwargs)
-    except OSError as error:
-        first = str(error).strip().splitlines()[0]
+            return cls.from_pretrained(str(folder) if looks_local else str(source), **kwargs)
+    except (OSError, ValueError) as error:  # the second for a folder that names no kind of model, and for odd settings
+        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(": ")
         raise UserError(f"could not load {source} as a model: {first}") from error
     except (RuntimeError, ImportError) as error:
         if "quantization_config" not in kwargs:

@@ -88,7 +88,7 @@ def _hidden_shared(causal_lm, prompts, tokens, lengths, group, pad_id) -> tuple[
     live = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     pieces, where = [], []
     for rows in length_buckets(lengths):
-        width = int(lengths[rows[0]])
+        width = max(int(lengths[rows[0]]), 1)  # rollouts without a reward have no live token
         hidden = out.last_hidden_state[group[rows], -1:]
         if width > 1:
             cache = select_rows(share(out.past_key_values), group[rows])

@@ -146,9 +146,18 @@ def predict(
 
 
 def plan(
-    config: TrainConfig, model_config: Any, task: str, prompt_tokens: int, max_new_tokens: int, rows: int
+    config: TrainConfig,
+    model_config: Any,
+    task: str,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    rows: int,
+    source: str | None = None,
 ) -> str:
-    """What a run will do and need, in a few lines, for the longest prompt and completions of full length."""
+    """What a run will do and need, in a few lines, for the longest prompt and completions of full length.
+
+    task, source: the task's name, and where its problems come from.
+    """
     device = machine.pick_device(config.device)
     adapter = loading.adapter_config(config.model)
     rank = config.lora or (adapter or {}).get("r", 0)
@@ -162,6 +171,7 @@ def plan(
     free = machine.memory(device).available
     lines = [
         f"{config.method} on {task} ({rows:,} prompts, the longest {prompt_tokens} tokens), {model}, {how}",
+        *([] if source is None else [f"  problems: {source}"]),
         f"  rollouts: {config.batch_size} prompts x {config.group_size} = {rollouts:,} a step, at most "
         f"{rollouts * max_new_tokens:,} tokens; {rollouts * config.steps:,} rollouts, at most "
         f"{rollouts * max_new_tokens * config.steps:,} tokens in {config.steps:,} steps",

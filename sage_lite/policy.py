@@ -14,7 +14,7 @@ from typing import Any, Iterator, Sequence
 
 import torch
 
-from sage_lite import loading, unsloth_backend
+from sage_lite import folders, loading, unsloth_backend
 from sage_lite.data import data_path
 from sage_lite.device import best_dtype, pick_device
 from sage_lite.errors import UserError
@@ -158,8 +158,9 @@ def load_policy(
     """Load a causal language model to sample from and to train; None gives the tiny Qwen2.5 that comes with the
     library.
 
-    name_or_path: a local folder, or a hub id. A folder that holds a PEFT adapter is loaded on the base model it names,
-    and training continues with that adapter; `adapter` names such a folder to put on `name_or_path` instead.
+    name_or_path: a local folder, or a hub id; of a run's folder the last checkpoint. A folder that holds a PEFT adapter
+    is loaded on the base model it names, and training continues with that adapter; `adapter` names such a folder to put
+    on `name_or_path` instead.
     lora: rank of a new adapter on all linear layers, 0 trains every weight. four_bit: nf4 with double quantisation
     (bitsandbytes), needs an adapter to train; None: as the given adapter was trained, else no.
     dtype: "auto" (float32 where all weights are trained, else what the device does well), "float32", "bfloat16",
@@ -174,6 +175,7 @@ def load_policy(
         raise UserError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
     if backend not in BACKENDS:
         raise UserError(f"unknown backend {backend!r}; choose {', '.join(BACKENDS)}")
+    name_or_path, adapter = run_weights(name_or_path), run_weights(adapter)
     path = data_path("tiny_qwen2") if name_or_path is None else name_or_path
     source = "embedded tiny Qwen2.5" if name_or_path is None else str(name_or_path)
     if adapter is not None:
@@ -189,7 +191,7 @@ def load_policy(
     if four_bit and train and not lora and adapter is None:
         raise UserError("four_bit=True freezes the quantised weights, so there is nothing to train: add lora=16")
     fast = unsloth_backend.use(backend, bool(lora) or adapter is not None)
-    device = torch.device(device) if device is not None else pick_device()
+    device = pick_device(device)
     if dtype != "auto":
         torch_dtype = DTYPES[dtype]
     else:  # steps of 1e-6 vanish in the rounding of 16-bit weights, so trained weights are kept in 32
@@ -222,6 +224,14 @@ def load_policy(
         policy.reference_model = copy.deepcopy(model).requires_grad_(False).eval()
     loading.evaluation_mode(model)
     return policy
+
+
+def run_weights(path: str | Path | None) -> str | Path | None:
+    """The last checkpoint of a run whose folder is given, with ~ expanded; all else as it is."""
+    if path is None or not Path(path).expanduser().is_dir():
+        return path
+    found = folders.find(path)
+    return path if found == Path(path) else found
 
 
 def base_of(path: str | Path | None) -> str | Path:

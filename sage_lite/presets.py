@@ -8,6 +8,7 @@ from typing import Any
 
 from sage_lite.config import TrainConfig
 from sage_lite.errors import UserError
+from sage_lite.tasks import hub_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def configure(name: str | None, given: dict[str, Any] | None = None) -> TrainCon
     """A TrainConfig with the preset's settings and, over them, those in `given`; None is no preset.
 
     lr = 1e-6 of the paper is for all weights: a run that trains an adapter takes the rule of TrainConfig instead, if
-    `given` has no rate. A model of one's own, or data, does not change the rest. Raises UserError for an unknown name.
+    `given` has no rate. Another method takes its own advantage_params, another task its own task_options, and data of
+    its own where it has none on the hub. A model of one's own, or data, does not change the rest. Raises UserError for
+    an unknown name.
     """
     given = dict(given or {})
     if name is None:
@@ -109,6 +112,12 @@ def configure(name: str | None, given: dict[str, Any] | None = None) -> TrainCon
     changes = copy.deepcopy(PRESETS[name].changes)
     if given.get("lora") and "lr" not in given:
         changes.pop("lr", None)
+    if given.get("method", changes["method"]) != changes["method"]:
+        changes.pop("advantage_params", None)
+    if given.get("task", changes["task"]) != changes["task"]:
+        changes.pop("task_options", None)
+        if hub_of(given["task"]) is None:
+            changes.pop("data", None)
     return TrainConfig(**{**changes, **given})
 
 

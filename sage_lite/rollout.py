@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sage_lite.errors import UserError
+from sage_lite.errors import Diverged, UserError
 from sage_lite.kvcache import select_rows
 from sage_lite.logprobs import left_pad, positions
 from sage_lite.oom import Limit
@@ -81,7 +81,8 @@ def sample(
     have drawn the same tokens so far share a row, and finished ones leave. The samples are the same as with a row each.
     generator: the source of randomness, on the policy's device. rollout_batch: most rollouts at a time; those of
     prompts of like length come together, so that little is padded, and the results are in the order of the prompts. If
-    memory runs out, it is halved (`sage_lite.oom`). Raises UserError for empty prompts or bad settings.
+    memory runs out, it is halved (`sage_lite.oom`). Raises UserError for empty prompts or bad settings, Diverged for
+    probabilities that are not finite.
     """
     _check(policy, prompts, group_size, max_new_tokens, temperature, top_p)
     rows, device = len(prompts) * group_size, policy.device
@@ -169,8 +170,11 @@ def _draw(
 ) -> torch.Tensor:
     """One token for each rollout from the distribution of the row it reads: logits [n, V], row [R] -> [R]."""
     if temperature == 0:
-        return logits.argmax(-1)[row]
+        likeliest = logits.argmax(-1)  # NaN counts as the largest
+        _refuse_broken(logits.gather(-1, likeliest[:, None]))
+        return likeliest[row]
     probs = torch.softmax(logits / temperature, -1)
+    _refuse_broken(probs[:, 0])  # one NaN or infinity among the logits makes a whole row NaN
     if top_p < 1.0:
         ordered, index = probs.sort(-1, descending=True)
         outside = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses top_p stays in
@@ -178,7 +182,17 @@ def _draw(
     return torch.cat([torch.multinomial(probs[r], 1, generator=generator).squeeze(-1) for r in row.split(most)])
 
 
+def _refuse_broken(values: torch.Tensor) -> None:
+    if not values.isfinite().all():
+        raise Diverged(
+            "the model's probabilities are not finite: its weights are damaged, or its numbers too large for their "
+            "dtype; go back to an earlier checkpoint with a lower lr, or take dtype='float32'"
+        )
+
+
 def _check(policy, prompts, group_size, max_new_tokens, temperature, top_p) -> None:
+    if isinstance(prompts, str) or any(isinstance(p, str) for p in prompts):
+        raise UserError(f"prompts must be lists of token ids, got text {prompts!r:.80}: use policy.encode([...])")
     if not prompts or min(len(p) for p in prompts) == 0:
         raise UserError("there is nothing to sample from: no prompt, or a prompt without a token")
     if group_size < 1 or max_new_tokens < 1:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +24,47 @@ class _Lines:
     def __init__(self, folder: Path | None, last_step: int) -> None:
         self.path = None if folder is None else folder / self.name
         if self.path is not None:
-            kept = [json.dumps(line) for line in read_lines(self.path) if line["step"] <= last_step]
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            os.replace(partial, self.path)
-            self.file = self.path.open("a")
+            with self._guarded():
+                kept = [json.dumps(line) for line in read_lines(self.path) if line["step"] <= last_step]
+                partial = self.path.with_suffix(".partial")
+                partial.write_text("".join(line + "\n" for line in kept))
+                os.replace(partial, self.path)
+                self.file = self.path.open("a")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self.path is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):  # every line was flushed: what is left is one that failed and was told
+                self.file.close()
 
     def append(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Write `line`, with null for numbers that are not finite, which JSON does not have; returns it as it was."""
         if self.path is not None:
-            try:
-                self.file.write(json.dumps(line) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+            with self._guarded():
+                self.file.write(json.dumps(finite, allow_nan=False) + "\n")
                 self.file.flush()
-            except OSError as error:
-                raise UserError(
-                    f"could not write {self.path} ({error.strerror}): free some space and go on with resume"
-                ) from error
         return line
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"could not write {self.path} ({error.strerror}): free some space and go on with resume"
+            ) from error
 
 
 class MetricsFile(_Lines):
-    """metrics.jsonl: one line a step."""
+    """metrics.jsonl: one line a step, numbers with eight significant digits."""
 
     name = "metrics.jsonl"
 
     def write(self, line: dict[str, Any]) -> dict[str, Any]:
-        return self.append({k: round(v, 8) if isinstance(v, float) else v for k, v in line.items()})
+        return self.append({k: float(f"{v:.8g}") if isinstance(v, float) else v for k, v in line.items()})
 
 
 class CompletionsFile(_Lines):

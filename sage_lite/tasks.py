@@ -64,6 +64,11 @@ def task_names() -> list[str]:
     return ["countdown", *MATHS]
 
 
+def hub_of(name: str) -> str | None:
+    """The hub id of a task's own data set, which ``data="hub"`` stands for; ``None`` for a task that has none."""
+    return COUNTDOWN_HUB if name == "countdown" else MATHS[name].hub if name in MATHS else None
+
+
 def load_task(
     name: str,
     data: Data | None = None,
@@ -143,7 +148,7 @@ def _countdown(data: Data | None, division: dict) -> Task:
         parts = {"all": _countdown_generated(division["seed"])}
         source = "generated: three numbers from 1 to 9"
     else:
-        data = COUNTDOWN_HUB if data == "hub" else data
+        data = hub_of("countdown") if data == "hub" else data
         parts = read(data, None, [{"nums": "nums", "target": "target"}], _countdown_row)
         source = _named(data)
     train, test = _divide(parts, lambda row: (tuple(sorted(row["nums"])), row["target"]), **division)
@@ -203,7 +208,7 @@ def _maths(name: str, data: Data | None, division: dict, size: int, reward: str,
         rows, _ = reasoning.gym_rows("gsm_symbolic", size, 0, division["seed"])
         parts = {"all": [standin_row(row) for row in rows]}
     else:
-        data = maths.hub if data == "hub" else data
+        data = hub_of(name) if data == "hub" else data
         source = _named(data)
         config = maths.config if data == maths.hub else None
         parts = read(data, config, maths.columns, gsm8k_row if name == "gsm8k" else maths_row)

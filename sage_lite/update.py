@@ -152,7 +152,7 @@ def update(
             old = within_memory(before, computed.nonzero()[:, 0])
     totals = {"loss": 0.0, "clip_share": 0.0, "kl": 0.0, "grad_norm": 0.0, "ratio_max": 1.0}
     steps = skipped = 0
-    for batch in order.chunk(minibatches):
+    for batch in torch.tensor_split(order, minibatches):
         live = batch[computed[batch]]
         if len(live) == 0:
             continue

@@ -19,6 +19,7 @@ from sage_lite import advantages, checkpoint, theory, vision
 from sage_lite.config import batch_indices
 from sage_lite.device import best_dtype, pick_device
 from sage_lite.errors import UserError
+from sage_lite.folders import run_folder
 from sage_lite.resume import prepare_folder, stop_on_interrupt
 from sage_lite.runlog import MetricsFile, read_lines
 from sage_lite.vision_data import ImageSet, load_images, random_crop
@@ -99,8 +100,13 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
     sense before the first step, and when the logits stop being finite.
     """
     advantage = check(config)
+    with run_folder(config.out, config.resume) as out:
+        return _train(config, advantage, data or load_data(config), out)
+
+
+def _train(config: VisionConfig, advantage: Any, data: tuple[ImageSet, ImageSet | None],
+           out: Path | None) -> VisionResult:
     device = pick_device(config.device)
-    data = data or load_data(config)
     images, test = data[0], data[1] or data[0]
     if config.steps is None:
         config = dataclasses.replace(config, steps=max(1, round(config.epochs * len(images) / config.batch_size)))
@@ -114,7 +120,7 @@ def train(config: VisionConfig, data: tuple[ImageSet, ImageSet | None] | None = 
                                 weight_decay=config.weight_decay)
     half = best_dtype(device) if config.amp and device.type == "cuda" else torch.float32
     scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
-    saved, out = _Saved(model), None if config.out is None else Path(config.out)
+    saved = _Saved(model)
     first = prepare_folder(config, out, saved, optimizer)
     if first and (state := checkpoint.load_checkpoint(checkpoint.latest(out / "checkpoints"), saved, optimizer)):
         scaler.load_state_dict(state["scaler"])

@@ -25,7 +25,11 @@ def test_a_line_is_a_row_number_a_problem_or_a_message(countdown):
     for text in ("3 5 7 = 22", "3, 5, 7 = 22", '{"nums": [3, 5, 7], "target": 22}'):
         assert chat.problem(countdown, text) == wanted
     assert chat.problem(countdown, "Hello there") is None
-    for text, message in [("2", "rows 0 to 1, not 2"), ("{nums", "not JSON"), ('{"nums": [1]}', "target")]:
+    assert chat.problem(countdown, "²") is None  # a digit that int() does not take
+    huge = "9" * 5000  # nor a number of so many digits
+    assert chat.problem(countdown, f"3 5 {huge} = 22") is None
+    for text, message in [("2", "rows 0 to 1, not 2"), ("{nums", "not JSON"), ('{"nums": [1]}', "target"),
+                          (huge, "rows 0 to 1"), (f'{{"nums": [{huge}], "target": 1}}', "not JSON")]:  # fmt: skip
         with pytest.raises(UserError, match=message):
             chat.problem(countdown, text)
 

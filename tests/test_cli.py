@@ -3,16 +3,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import types
 
 import numpy as np
 import pytest
 from small_models import four_bit_policy, small_policy
 
-from sage_lite import demo
-from sage_lite.cli import main
+from sage_lite import demo, memory
+from sage_lite.cli import _parser, main
 from sage_lite.data import data_path
+from sage_lite.errors import UserError
 from sage_lite.evaluation import Evaluation
-from sage_lite.runlog import read_lines
+from sage_lite.loading import load_config
+from sage_lite.runlog import MetricsFile, read_lines
 from sage_lite.trainer import TrainConfig
 
 
@@ -40,6 +49,7 @@ def test_train_then_resume_then_evaluate_on_a_file(data, tmp_path, capsys):
     assert main(["train", "--task", "countdown", "--steps", "2", "--tau", "0.3", *options]) == 0
     printed = capsys.readouterr().out
     assert "metrics.jsonl" in printed and "reward" in printed
+    assert printed.splitlines()[-1] == f"evaluate: sage-lite evaluate --model {out}"
     assert json.loads((out / "config.json").read_text())["advantage_params"] == {"tau": 0.3}
     assert main(["train", "--task", "countdown", "--steps", "3", "--tau", "0.3", "--resume", *options]) == 0
     assert [line["step"] for line in read_lines(out / "metrics.jsonl")] == [1, 2, 3]
@@ -61,6 +71,9 @@ def test_train_then_resume_then_evaluate_on_a_file(data, tmp_path, capsys):
         (["train", "--tau", "0"], "tau"),
         (["evaluate", "--k", "32"], "--samples"),
         (["evaluate", "--model", "./no/such/folder"], "no model folder"),
+        (["evaluate", "--model", "."], "the folder . holds no model"),
+        (["evaluate", "--device", "foo"], "unknown device 'foo'"),
+        (["chat", "--device", "cuda:99"], "device 'cuda:99' asked for"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(command, message, capsys, tmp_path, monkeypatch):
@@ -76,6 +89,58 @@ def test_every_setting_of_a_run_is_an_option(capsys):
         main(["train", "--help"])
     shown = capsys.readouterr().out
     assert all("--" + f.name.replace("_", "-") in shown for f in dataclasses.fields(TrainConfig))
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "evaluate", "chat", "export"])
+def test_help_explains_every_option(command):
+    """Each has a text of its own besides its default; those of the settings come from TrainConfig."""
+    commands = next(a for a in _parser()._actions if a.dest == "command").choices
+    for action in commands[command]._actions:
+        text = re.sub(r"\(default: .*\)$", "", action.help or "").strip()
+        assert len(text) > 5, f"{command} {action.option_strings}: {action.help!r}"
+
+
+def test_help_shows_values_defaults_and_presets(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("dr_grpo", "reasoning_gym:NAME", "cosine", "colab-t4", "(default: 300)", "(default: {})"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--task-options", "[1]"], "must be a JSON object"), (["--task-options", "{"], "must be a JSON object"),
+    (["--samples", "0"], "whole number >= 1, got '0'"), (["--samples", "x"], "whole number >= 1, got 'x'"),
+])  # fmt: skip
+def test_values_of_the_wrong_kind_are_explained(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_every_command_with_one_line(monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    for command, place in [("chat", "problems.load"), ("evaluate", "policy.load_policy"), ("train", "trainer.train")]:
+        with monkeypatch.context() as patched:
+            patched.setattr(f"sage_lite.{place}", stopped)
+            assert main([command]) == 130
+        assert capsys.readouterr().err == "sage-lite: interrupted\n"
+    monkeypatch.setattr("sage_lite.options.add_config_options", stopped)  # while the parser is built
+    assert main(["doctor"]) == 130
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes end otherwise there")
+@pytest.mark.parametrize("arguments, codes", [("train --presets", (141,)), ("export --help", (0, 141))])
+def test_a_reader_that_has_gone_leaves_no_traceback(arguments, codes):
+    """argparse itself passes over what it cannot print, unless that is noticed at the end only."""
+    command = [sys.executable, "-m", "sage_lite.cli", *arguments.split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.returncode in codes and done.stderr == ""
 
 
 def test_doctor_prints_its_report(capsys):
@@ -98,6 +163,55 @@ def test_short_demo_leaves_summary_figure_and_runs(tmp_path, capsys):
     assert "already holds a demo" in capsys.readouterr().err
 
 
+SMALL = {"pool_size": 64, "test_rows": 8, "budget_rows": 4, "progress": False}
+
+
+def test_a_stopped_demo_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """Ctrl-C in the second run's second step; the same command again gives what one without a stop gives."""
+    write = MetricsFile.write
+
+    def stop(self, line):
+        if line["method"] == "sage" and line["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(self, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "write", stop)
+        with pytest.raises(KeyboardInterrupt, match="stopped after 2 of 3 steps of sage, seed 0; the same command"):
+            demo.run_demo(tmp_path / "demo", steps=3, **SMALL)
+    assert not (tmp_path / "demo" / "summary.json").exists()
+    capsys.readouterr()
+    with pytest.raises(UserError, match="grpo-seed0 holds a run of an interrupted demo with steps=3, not 4"):
+        demo.run_demo(tmp_path / "demo", steps=4, **SMALL)
+    assert "measuring" not in capsys.readouterr().out  # known before anything is measured
+    with pytest.warns(UserWarning, match="nothing is left"):
+        demo.run_demo(tmp_path / "demo", steps=3, **SMALL)
+    demo.run_demo(tmp_path / "whole", steps=3, **SMALL)
+    found = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("demo", "whole")]
+    for summary in found:
+        for row in ("start", "grpo", "sage"):
+            assert summary[row].pop("seconds") > 0
+    assert found[0] == found[1]
+    for method in demo.METHODS:
+        assert len(read_lines(tmp_path / "demo" / f"{method}-seed0" / "metrics.jsonl")) == 3
+
+
+def test_the_options_of_the_demo_reach_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(demo, "run_demo", lambda out, **settings: asked.append(settings))
+    for options in ([], ["--short"], ["--short", "--steps", "5"], ["--steps", "7", "--seeds", "2"]):
+        assert main(["demo", *options]) == 0
+    assert [(a["steps"], a["seeds"], "pool_size" in a) for a in asked] == [
+        (300, 1, False), (3, 1, True), (5, 1, True), (7, 2, False)]  # fmt: skip
+
+
+def test_a_demo_on_one_problem_writes_null_where_there_is_no_interval(tmp_path, capsys):
+    demo.run_demo(tmp_path / "demo", steps=1, **SMALL | {"test_rows": 1, "budget_rows": 1})
+    text = (tmp_path / "demo" / "summary.json").read_text()
+    assert "NaN" not in text and json.loads(text)["start"]["pass@1_interval"] == [None, None]
+    assert "[nan, nan]" in capsys.readouterr().out
+
+
 def test_both_methods_of_the_demo_see_the_same_first_rollouts(tmp_path):
     demo.run_demo(tmp_path / "demo", steps=1, pool_size=64, test_rows=8, budget_rows=4, progress=False)
     first = [read_lines(tmp_path / "demo" / f"{m}-seed0" / "metrics.jsonl")[0] for m in demo.METHODS]
@@ -117,6 +231,67 @@ def test_evaluate_leaves_out_what_could_not_be_graded_and_prints_json(data, caps
     assert main([*command, "--json"]) == 0  # one problem: no interval, and JSON has no NaN
     printed = capsys.readouterr().out
     assert "NaN" not in printed and json.loads(printed)["pass@1"] == {"value": 0.5, "interval": [None, None]}
+
+
+def test_evaluate_asks_a_run_what_it_held_out_and_says_so(lora_run, tmp_path, capsys):
+    common = ["--samples", "2", "--max-new-tokens", "4"]
+    file = str(lora_run / "gsm8k.jsonl")
+    for options, count, which in [
+        (["--model", str(lora_run / "run")], 2, "held out"),  # a fifth of 12
+        (["--model", str(lora_run / "run"), "--task", "gsm8k", "--data", file], 2, "held out"),
+        (["--model", str(lora_run / "run"), "--all-rows"], 12, "all rows"),
+        (["--task", "gsm8k", "--data", file], 12, "all rows"),
+    ]:
+        assert main(["evaluate", *options, *common, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["problems"] == count and which in found["which"] and found["source"] == file
+        assert {"pass@1", "pass@2"} <= set(found)  # 1 and --samples, where no k is given
+    assert main(["evaluate", "--model", str(lora_run / "run"), *common, "--rows", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"problems: {file}; held out when" in printed and "the first of 2" in printed
+
+
+def test_a_stand_in_is_named_as_one(capsys):
+    common = ["--task", "gsm8k", "--samples", "1", "--max-new-tokens", "2", "--task-options", '{"size": 10}']
+    for command in (["evaluate", "--rows", "1"], ["chat", "--prompt", "0"]):
+        assert main([*command, *common]) == 0
+        assert "offline stand-in for gsm8k" in capsys.readouterr().out
+    config = load_config(data_path("tiny_qwen2"))
+    planned = memory.plan(TrainConfig(), config, "gsm8k", 9, 9, 1, source="offline stand-in")
+    assert planned.splitlines()[1] == "  problems: offline stand-in"
+
+
+def test_graded_rewards_are_shown_as_such(data, capsys, monkeypatch):
+    command = ["evaluate", "--data", data, "--samples", "2"]
+    shown = {}
+    for scores in ([[0.2, 0.4], [0.6, np.nan]], [[1.0, 0.0], [0.0, np.nan]]):
+        table = np.array(scores)
+        found = Evaluation((table >= 1).sum(-1), (~np.isnan(table)).sum(-1), np.zeros(2), [], table, table[:, 0])
+        monkeypatch.setattr("sage_lite.evaluation.evaluate", lambda *arguments, found=found, **options: found)
+        assert main(command) == main([*command, "--json"]) == 0
+        text, _, line = capsys.readouterr().out.strip().rpartition("\n")
+        shown[found.graded] = text, json.loads(line)
+    text, numbers = shown[True]
+    assert [numbers["reward"]["value"], *numbers["reward"]["interval"]] == pytest.approx([0.45, 0.3, 0.6])
+    assert numbers["greedy_reward"]["value"] == pytest.approx(0.4)
+    assert "reward   0.450 [0.300, 0.600]" in text and "greedy reward 0.400 [0.200, 0.600]" in text
+    text, numbers = shown[False]
+    assert "reward" not in text and "reward" not in numbers and "greedy_reward" not in numbers
+
+
+@pytest.mark.parametrize("method, pass_rate, dead, discouraged", [
+    ("grpo", 0.0, 1.0, True), ("grpo", 0.0, 0.5, False), ("grpo", 0.5, 1.0, False), ("sign", 0.0, 1.0, False),
+])  # fmt: skip
+def test_only_a_step_that_taught_nothing_is_called_so(
+    method, pass_rate, dead, discouraged, tmp_path, capsys, monkeypatch
+):
+    line = {"step": 1, "reward": 0.3, "pass_rate": pass_rate, "dead_groups": dead}
+    result = types.SimpleNamespace(metrics=[line], out=tmp_path, stopped_early=False)
+    monkeypatch.setattr("sage_lite.trainer.train", lambda config, say: result)
+    assert main(["train", "--method", method, "--out", str(tmp_path / "a run"), "--max-new-tokens", "9"]) == 0
+    printed = capsys.readouterr().out
+    assert ("teach nothing" in printed) == discouraged
+    assert shlex.split(printed.splitlines()[-1].removeprefix("evaluate: "))[-2:] == ["--max-new-tokens", "9"]
 
 
 def test_the_demo_leaves_out_problems_that_could_not_be_graded():

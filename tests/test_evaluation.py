@@ -81,6 +81,17 @@ def test_bootstrap_refuses_what_has_no_interval(values, message):
         bootstrap(values)
 
 
+def test_bootstrap_takes_any_array_of_numbers_and_refuses_the_rest():
+    numbers = [0.0, 1.0, 0.5]
+    wanted = bootstrap(numbers)
+    for values in (torch.tensor(numbers, requires_grad=True), [torch.tensor(x) for x in numbers], np.float32(numbers)):
+        assert bootstrap(values) == wanted
+    assert bootstrap(torch.tensor(numbers, dtype=torch.bfloat16)) == wanted
+    for junk in ("abc", ["1", "2"], [1.0, "x"], [[1.0], [1.0, 2.0]], [1j, 2.0], [{}]):
+        with pytest.raises(UserError, match="bootstrap needs an array of numbers"):
+            bootstrap(junk)
+
+
 def test_bootstrap_of_one_problem_has_no_interval_and_needs_a_resample():
     one = bootstrap([1.0])
     assert one.value == 1.0 and np.isnan([one.low, one.high]).all() and one.bounds == [None, None]
@@ -120,6 +131,28 @@ def test_a_problem_whose_scorer_always_fails_is_not_one_with_pass_rate_zero():
     np.testing.assert_array_equal(found.pass_rate, wanted)
     np.testing.assert_array_equal(found.greedy, wanted)
     assert found.samples.tolist() == [4, 4, 0, 4, 4, 4] and found.pass_at(4).value == pytest.approx(3 / 5)
+
+
+def test_rewards_between_0_and_1_have_a_mean_with_its_interval():
+    """Sampled answers get n/10, n the problem, every other one twice that; problem 5 and one sample have no grade."""
+    calls = itertools.count()
+
+    def score(text, row):
+        call = next(calls)
+        return None if row["n"] == 5 or call == 0 else row["n"] / 10 * (1 + call % 2)
+
+    found = evaluate(small_policy(), _task(score), samples=4, greedy=True)
+    assert found.graded and not found.right.any() and found.scores.shape == (6, 4) and np.isnan(found.scores[5]).all()
+    reward = found.mean_reward()
+    assert reward.value == pytest.approx(np.mean([0.0, 0.15, 0.3, 0.45, 0.6]))
+    assert reward.low < reward.value < reward.high
+    assert found.mean_greedy_reward().value == pytest.approx(np.nanmean(found.greedy_scores))
+    assert not np.nansum(found.greedy) and np.isnan(found.greedy[5])
+
+    binary = evaluate(small_policy(), _task(lambda text, row: float(row["n"] % 2)), samples=2)
+    assert not binary.graded and binary.mean_reward().value == binary.pass_at(1).value == 0.5
+    with pytest.raises(UserError, match="greedy=True"):
+        binary.mean_greedy_reward()
 
 
 def _norms_written_out(policy, out, group, rewards, function):

@@ -102,3 +102,31 @@ def test_clear_errors(tmp_path):
         export.merge(tmp_path / "model", tmp_path / "out", base="best")
     with pytest.raises(UserError, match="bfloat16 or float16"):
         export.export_weights(tmp_path / "model", tmp_path / "out", "int8")
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    _trained(tmp_path / "adapter")
+    small_policy().save(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "load_policy", lambda *_, **__: pytest.fail("the weights were loaded"))
+        for out in ("/dev/null/x", tmp_path / "adapter" / "adapter_config.json" / "x"):
+            for work, source in ((export.export_adapter, "adapter"), (export.merge, "adapter"),
+                                 (export.export_weights, "model")):  # fmt: skip
+                with pytest.raises(UserError, match="cannot write to the folder"):
+                    work(tmp_path / source, out)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert export.export_adapter("~/adapter", "~/out") == tmp_path / "out"
+    with pytest.raises(UserError, match="no adapter"):
+        export.export_adapter(tmp_path / "model", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
+    small_policy().save(tmp_path / "model")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export.Policy, "save", full)
+    with pytest.raises(UserError, match="could not write to .*No space left on device"):
+        export.export_weights(tmp_path / "model", tmp_path / "out")

@@ -162,3 +162,10 @@ def test_a_tokenizer_without_eos_is_refused(folder, tmp_path):
         (broken / name).write_text(json.dumps(settings))
     with pytest.raises(UserError, match="no EOS"):
         load_policy(broken, device="cpu")
+
+
+def test_a_device_that_is_not_there_is_said_in_one_line():
+    for device in ("cuda:99", "tpu9"):
+        with pytest.raises(UserError, match="device") as error:
+            load_policy(device=device)
+        assert "\n" not in str(error.value)

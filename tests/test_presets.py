@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from test_memory import qwen_1_5b
 
-from sage_lite import memory, presets
+from sage_lite import advantages, memory, presets
 from sage_lite.config import TrainConfig, check
 from sage_lite.errors import UserError
 from sage_lite.presets import PRESETS, configure
-from sage_lite.recipes import recipe
+from sage_lite.recipes import RECIPES, recipe
 from sage_lite.tasks import task_names
 
 
@@ -48,6 +48,19 @@ def test_an_adapter_takes_its_own_rate_and_what_is_given_wins():
     assert configure(None, {"steps": 3}) == TrainConfig(steps=3)
     with pytest.raises(UserError, match="unknown preset 'colab'.*paper-gsm8k"):
         configure("colab")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_another_method_or_task_leaves_behind_what_is_only_the_presets_own(name):
+    for method in RECIPES:
+        config = configure(name, {"method": method})
+        chosen = recipe(method)
+        assert callable(advantages.get(chosen.advantage, **{**chosen.advantage_params, **config.advantage_params}))
+        assert config.advantage_params == ({} if method != "sage" else PRESETS[name].changes["advantage_params"])
+    assert configure(name, {"method": "f_grpo", "advantage_params": {"gamma": 2.0}}).advantage_params == {"gamma": 2.0}
+    other = configure(name, {"task": "reasoning_gym:gcd"})
+    assert other.task_options == {} and other.data is None and other.advantage_params
+    assert configure(name, {"task": "math500"}).data == "hub"
 
 
 def test_presets_do_not_share_what_can_be_changed():

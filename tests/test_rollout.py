@@ -7,7 +7,7 @@ import torch
 from small_models import small_policy
 
 from sage_lite import logprobs
-from sage_lite.errors import UserError
+from sage_lite.errors import Diverged, UserError
 from sage_lite.logprobs import completion_logprobs, left_pad, length_buckets, positions
 from sage_lite.rollout import completion_mask, sample
 
@@ -168,3 +168,18 @@ def test_logprobs_of_equal_rollouts_and_of_an_empty_mask(policy):
     found.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for _, p in policy.trainable())
     policy.model.zero_grad()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", ["lm_head.weight", "model.norm.weight"])
+def test_probabilities_that_are_not_finite_are_said(temperature, broken):
+    policy = small_policy(tie_word_embeddings=False)
+    policy.model.get_parameter(broken).data[5] = float("nan")
+    with pytest.raises(Diverged, match="probabilities are not finite"):
+        sample(policy, policy.encode(["1 2 = 3"]), 2, max_new_tokens=3, temperature=temperature)
+
+
+@pytest.mark.parametrize("prompts", ["3 5 7 = 22", ["3 5 7 = 22"]])
+def test_text_instead_of_tokens_says_how_to_encode(policy, prompts):
+    with pytest.raises(UserError, match="lists of token ids, got text .*policy.encode"):
+        sample(policy, prompts, 2, max_new_tokens=3)

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from sage_lite import countdown
+from sage_lite import countdown, problems
 from sage_lite.errors import UserError
-from sage_lite.tasks import STYLES, load_task, task_names
+from sage_lite.tasks import STYLES, hub_of, load_task, task_names
 
 
 def problem(row: dict) -> tuple:
@@ -341,3 +341,77 @@ def test_loading_the_embedded_task_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "set()"
+
+
+# ---- the problems that a trained model is asked
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run on mine.jsonl, as far as its settings go; the options of its task may be changed."""
+    rows = [{"nums": [30 + i, 5, 93], "target": 128 + i} for i in range(24)]
+    data = write(tmp_path / "mine.jsonl", rows)
+
+    def make(**options):
+        (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+        settings = {"task": "countdown", "data": str(data), "task_options": options, "seed": 3}
+        (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
+        return problems.run_of(tmp_path / "run")
+
+    return make
+
+
+def test_a_run_is_asked_what_its_training_held_out(run, tmp_path):
+    trained = run(test_size=5, seed=2)
+    wanted = load_task("countdown", tmp_path / "mine.jsonl", test_size=5, seed=2)
+    for data in (None, str(tmp_path / "mine.jsonl"), str(tmp_path / "run" / ".." / "mine.jsonl")):
+        task, which = problems.load(trained, data=data, part="test")
+        assert task.test == wanted.test and task.train == wanted.train and which.startswith("held out")
+    for folder in ("run/checkpoints/step-000001", "run"):
+        assert problems.run_of(tmp_path / folder) == trained
+    task, which = problems.load(trained, part="test", all_rows=True)
+    assert len(task.test) == 24 and "all rows" in which and "trained on this data" in which
+    task, which = problems.load(trained, part="train")
+    assert task.train == wanted.train and "was trained on" in which
+    task, which = problems.load(trained, options={"seed": 9}, part="test")
+    assert len(task.test) == 5 and task.test != wanted.test and "not as when" in which
+
+
+def test_data_that_a_run_does_not_know_is_taken_whole(run, tmp_path):
+    other = write(tmp_path / "other.jsonl", [{"nums": [30 + i, 5, 93], "target": 128 + i} for i in range(12)])
+    for model in (None, run(test_size=5)):
+        task, which = problems.load(model, data=str(other), part="test")
+        assert len(task.test) == 12 and not task.train and which.startswith("all rows")
+        assert ("mine.jsonl" in which) == (model is not None)
+    task, which = problems.load(run(), "gsm8k", part="test", options={"size": 20})
+    assert task.name == "gsm8k" and task.train and which == "the test part"
+    assert problems.run_of(None) is problems.run_of(tmp_path / "nowhere") is problems.run_of(tmp_path) is None
+
+
+def test_a_file_that_was_moved_is_known_by_its_name(run, tmp_path):
+    trained = run(test_size=5)
+    (tmp_path / "place").mkdir()
+    (tmp_path / "mine.jsonl").rename(tmp_path / "place" / "mine.jsonl")
+    task, which = problems.load(trained, data=str(tmp_path / "place" / "mine.jsonl"), part="test")
+    assert len(task.test) == 5 and which.startswith("held out")
+    with pytest.raises(UserError, match="mine.jsonl does not exist"):
+        problems.load(trained, part="test")
+
+
+def test_a_run_that_held_nothing_out_says_so_and_a_damaged_one_too(run, tmp_path):
+    with pytest.raises(UserError, match="none was held out.*--all-rows"):
+        problems.load(run(split="train"), part="test")
+    task, _ = problems.load(run(split="train"), part="test", all_rows=True)
+    assert len(task.test) == 24
+    assert len(problems.load(run(split="train"))[0].train) == 24  # to chat about problems of one's own
+    with pytest.raises(UserError, match="task options .* do not fit"):
+        problems.load(None, options={"test_size": "many"})
+    (tmp_path / "run" / "config.json").write_text('{"task": "count')
+    with pytest.raises(UserError, match="config.json is damaged"):
+        problems.run_of(tmp_path / "run")
+
+
+def test_the_hub_is_the_same_data_under_both_names(run):
+    assert problems._same("gsm8k", "hub", "openai/gsm8k") and not problems._same("gsm8k", "openai/gsm8k", "other/data")
+    assert problems._same("countdown", None, None) and not problems._same("countdown", "hub", None)
+    assert hub_of("countdown").count("/") == hub_of("deepmath").count("/") == 1 and hub_of("reasoning_gym:gcd") is None

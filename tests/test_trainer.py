@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -7,17 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
 from small_models import small_policy
 
-from sage_lite import checkpoint
-from sage_lite.errors import UserError
+from sage_lite import checkpoint, trainer
+from sage_lite.errors import Diverged, UserError
 from sage_lite.runlog import MetricsFile, read_lines
 from sage_lite.tasks import Task
 from sage_lite.trainer import TrainConfig, batch_indices, learning_rate, schedule_factor, train
 
+NAN, INF = float("nan"), float("inf")
 VARYING = {"seconds", "rollout_s", "tokens_per_s"}
 
 
@@ -158,10 +161,11 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path):
     assert _numbers(read_lines(out / "metrics.jsonl")) == _numbers(whole.metrics)
 
 
-def test_ctrl_c_finishes_the_step_saves_and_returns(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_finish_saves_and_returns(number, tmp_path):
     out = tmp_path / "run"
     child = _start_child(out)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     printed, _ = child.communicate(timeout=60)
     assert child.returncode == 0 and "stopped early" in printed
     lines = read_lines(out / "metrics.jsonl")
@@ -177,7 +181,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(UserError, match="No space left.*last whole one is step-000001"):
+    with pytest.raises(UserError, match="No space left.*last whole checkpoint is step-000001"):
         checkpoint.save_checkpoint(tmp_path, 2, policy, optimizer, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000001"]
     monkeypatch.undo()
@@ -227,13 +231,38 @@ def test_a_metrics_file_that_cannot_be_written_says_so(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"group_size": 1}, "group_size=1 leaves sage nothing"),
         ({"method": "gropo"}, "unknown method 'gropo'"),
         ({"advantage_params": {"tau": -1}}, "tau"),
         ({"temperature": 0.0}, "temperature"),
         ({"schedule": "step"}, "schedule"),
-        ({"beta": -0.1}, "beta"),
+        ({"beta": -0.1}, "beta must be a finite number of at least 0, got -0.1"),
+        ({"beta": NAN}, "beta"),
+        ({"beta": 0.1}, "no reference was kept"),
+        ({"grad_clip": -1}, "grad_clip must be a finite number of at least 0, got -1"),
+        ({"grad_clip": NAN}, "grad_clip"),
+        ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, got -1"),
+        ({"lr": INF}, "lr must be a finite number above 0, got inf"),
+        ({"lr": "1e-4"}, "lr must be .* got '1e-4'"),
+        ({"weight_decay": -1}, "weight_decay"),
+        ({"temperature": NAN}, "temperature"),
+        ({"top_p": 0}, "top_p must be a finite number above 0, got 0"),
+        ({"top_p": 2}, "top_p must be at most 1, got 2"),
+        ({"dtype": "foo"}, "unknown dtype 'foo'; choose auto, float32"),
+        ({"dtype": ["float32"]}, "dtype must be a text"),
+        ({"advantage_params": []}, "advantage_params must be a dictionary"),
+        ({"advantage_params": {"tau": "a"}}, "tau"),
+        ({"task_options": []}, "task_options must be a dictionary"),
+        ({"steps": "10"}, "steps must be a whole number of at least 1, got '10'"),
+        ({"group_size": 8.0}, "group_size must be a whole number .* got 8.0"),
+        ({"seed": None}, "seed"),
+        ({"seed": 2**63}, "seed must be below"),
+        ({"minibatches": 1.5}, "minibatches"),
+        ({"minibatches": 5}, "minibatches=5 are more than the batch_size=4"),
+        ({"lora": -1}, "lora"),
+        ({"progress": "no"}, "progress must be True or False, got 'no'"),
+        ({"out": 3}, "out must be a text, got 3"),
         ({"max_new_tokens": 10_000}, "context of 256"),
         ({"resume": True}, "needs out"),
     ],
@@ -241,6 +270,59 @@ def test_a_metrics_file_that_cannot_be_written_says_so(tmp_path):
 def test_bad_settings_fail_before_the_first_step(change, message):
     with pytest.raises(UserError, match=message):
         train(_config(**change), small_policy(), _task())
+
+
+@pytest.mark.parametrize("options", [{"pool_size": "a"}, {"name": "gsm8k"}])
+def test_task_options_of_the_wrong_kind_are_one_clear_line(options):
+    with pytest.raises(UserError, match="task_options=.* do not fit the task countdown"):
+        train(_config(task_options=options), small_policy())
+
+
+def test_every_setting_says_what_it_is():
+    for setting in dataclasses.fields(TrainConfig):
+        assert setting.metadata["help"], setting.name
+        assert all(choice in setting.metadata["help"] for choice in setting.metadata.get("choices", ()))
+
+
+def test_all_weights_are_not_trained_in_sixteen_bits(tmp_path):
+    half = small_policy()
+    half.model.half()
+    for policy in (half, None):
+        with pytest.raises(UserError, match="float16 is too narrow"):
+            train(_config(dtype="float16", out=str(tmp_path / "run")), policy, _task())
+    assert not (tmp_path / "run").exists()
+    small_policy().save(tmp_path / "model")
+    one = dict(steps=1, batch_size=2, model=str(tmp_path / "model"), device="cpu")
+    with pytest.warns(UserWarning, match="bfloat16"):
+        train(_config(dtype="bfloat16", **one), task=_task())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = train(_config(dtype="bfloat16", lora=2, **one), task=_task())
+    assert len(result.metrics) == 1
+
+
+@pytest.mark.parametrize(("factor", "message"), [
+    (NAN, "no longer finite since step 3"), (1e30, "step 4: the model's probabilities are not finite")
+])
+def test_a_model_that_broke_is_said_and_not_saved(factor, message, tmp_path, monkeypatch):
+    """Weights that are not finite; and finite ones so large that the logits overflow."""
+    plain, calls = trainer.update, []
+
+    def breaking(policy, *arguments, **options):
+        numbers = plain(policy, *arguments, **options)
+        calls.append(1)
+        if len(calls) == 3:
+            for _, parameter in policy.trainable():
+                parameter.data.mul_(factor)
+        return numbers
+
+    monkeypatch.setattr(trainer, "update", breaking)
+    with pytest.raises(Diverged, match=f"{message}.* last whole checkpoint is step-000002"):
+        train(_config(out=str(tmp_path)), small_policy(), _task())
+    assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+    calls.clear()
+    with pytest.raises(Diverged, match=f"{message}.* There is no checkpoint"):
+        train(_config(), small_policy(), _task())
 
 
 def test_an_empty_task_is_refused():

@@ -9,7 +9,7 @@ from small_models import small_policy
 from sage_lite import advantages
 from sage_lite.errors import UserError
 from sage_lite.recipes import RECIPES, recipe
-from sage_lite.rollout import sample
+from sage_lite.rollout import Rollouts, sample
 from sage_lite.update import dead_groups, group_advantages, micro_batches, update
 
 NAN = float("nan")
@@ -121,6 +121,44 @@ def test_a_missing_reward_takes_its_tokens_out_too():
     optimizer = NoStep([p for _, p in policy.trainable()], lr=1.0)
     update(policy, optimizer, removed, filled, values, recipe("sage"), grad_clip=0.0)
     _close(with_gap, torch.cat([p.grad.flatten() for _, p in policy.trainable()]))
+
+
+@pytest.mark.parametrize(("width", "missing"), [(512, [(0, 1)]), (256, [(0, 0), (1, 3)])])
+def test_rollouts_without_a_reward_need_no_token(width, missing):
+    """Beside long ones they are a bucket of their own, of length 0."""
+    policy = small_policy(max_position_embeddings=1024)
+    tokens = torch.randint(3, 20, (8, width), generator=torch.Generator().manual_seed(0))
+    rollouts = Rollouts(policy.encode(["1 2 = 3", "4 = 4"]), tokens, torch.ones_like(tokens).bool(),
+                        torch.zeros(8).bool(), [""] * 8, 4)  # fmt: skip
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    for at in missing:
+        rewards[at] = NAN
+    fast, numbers = _gradient(policy, rollouts, rewards)
+    assert numbers["grad_norm"] > 0
+    _close(fast, _gradient(policy, rollouts, rewards, share_prompts=False)[0])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_group_without_any_reward_may_be_a_micro_batch_of_its_own(share):
+    policy = small_policy()
+    policy.reference_model = small_policy(seed=1).model
+    rollouts, rewards = _batch(policy)
+    rewards[2] = NAN
+    wanted, before = _gradient(policy, rollouts, rewards, beta=0.1, share_prompts=share, micro_batch_tokens=10**6)
+    found, numbers = _gradient(policy, rollouts, rewards, beta=0.1, share_prompts=share, micro_batch_tokens=1)
+    _close(found, wanted)
+    assert numbers["kl"] == pytest.approx(before["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("groups", "minibatches", "steps"), [(5, 4, 4), (5, 5, 5), (4, 3, 3)])
+def test_there_are_as_many_steps_as_minibatches(groups, minibatches, steps):
+    policy = small_policy()
+    rollouts, rewards = _batch(policy, groups)
+    rewards[:, 0], rewards[:, 1] = 0.0, 1.0  # every group teaches
+    optimizer = NoStep([p for _, p in policy.trainable()], lr=1.0)
+    numbers = update(policy, optimizer, rollouts, rewards, advantages.sage(rewards), recipe("sage"),
+                     minibatches=minibatches)  # fmt: skip
+    assert numbers["optimizer_steps"] == steps
 
 
 def test_with_a_kl_term_dead_groups_are_computed():

@@ -51,12 +51,14 @@ def _given(k: Tensor, p: Tensor, success: Tensor, failure: Tensor) -> Tensor:
 
 
 _GIVEN_MISTAKES = {
-    "the wrong samples push, too: their mean gradient is -p / (1 - p) grad log p": lambda k, p, s, f: k * s[k] / (len(s) - 1),
+    "the wrong samples push, too: their mean gradient is -p / (1 - p) grad log p":
+        lambda k, p, s, f: k * s[k] / (len(s) - 1),
     "the loss is a mean over the M samples": lambda k, p, s, f: (len(s) - 1) * _given(k, p, s, f),
     "a wrong sample's mean gradient points away from the label: mind its sign":
         lambda k, p, s, f: (k * s[k] + (len(s) - 1 - k) * f[k] * p / (1 - p)) / (len(s) - 1),
     "that is the gradient of the loss; the update goes the other way": lambda k, p, s, f: -_given(k, p, s, f),
-    "this holds for advantages that sum to zero; here they need not": lambda k, p, s, f: k * s[k] / ((len(s) - 1) * (1 - p)),
+    "this holds for advantages that sum to zero; here they need not":
+        lambda k, p, s, f: k * s[k] / ((len(s) - 1) * (1 - p)),
 }
 
 
