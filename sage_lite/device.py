@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils import deterministic
 
 from sage_lite.errors import UserError
 
@@ -49,6 +52,27 @@ def best_dtype(device: str | torch.device | None = None) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+@contextmanager
+def fixed_order(device: torch.device) -> Iterator[None]:
+    """On a CPU, sums of several threads in a fixed order, so that a seed gives the same numbers at every run.
+
+    A GPU is left alone: some of its kernels have no such form. The numbers still depend on the number of threads, the
+    processor and torch's version.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = False  # only there to find reads of empty memory, and slow
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = fill
 
 
 def memory(device: str | torch.device | None = None) -> Memory:

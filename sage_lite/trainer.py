@@ -15,6 +15,7 @@ import torch
 
 from sage_lite import checkpoint
 from sage_lite.config import TrainConfig, batch_indices, learning_rate, schedule_factor, step_seed
+from sage_lite.device import fixed_order
 from sage_lite.errors import UserError
 from sage_lite.folders import run_folder
 from sage_lite.oom import Limit
@@ -91,7 +92,7 @@ def _run(config: TrainConfig, ready: Ready, policy: Policy | None, out: Path | N
     started, history, stopped, warned = time.perf_counter(), [], False, False
 
     with MetricsFile(out, first) as log, CompletionsFile(out, first) as samples, stop_on_interrupt() as interrupted:
-        with progress_bar(config.method, first, config.steps, config.progress) as bar:
+        with fixed_order(policy.device), progress_bar(config.method, first, config.steps, config.progress) as bar:
             for step in range(first + 1, config.steps + 1):
                 began = time.perf_counter()
                 generator = torch.Generator(policy.device).manual_seed(step_seed(config.seed, step))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from sage_lite import advantages, checkpoint, theory, vision
 from sage_lite.config import batch_indices
-from sage_lite.device import best_dtype, pick_device
+from sage_lite.device import best_dtype, fixed_order, pick_device
 from sage_lite.errors import UserError
 from sage_lite.folders import run_folder
 from sage_lite.resume import prepare_folder, stop_on_interrupt
@@ -128,7 +128,7 @@ def _train(config: VisionConfig, advantage: Any, data: tuple[ImageSet, ImageSet 
     if first >= config.steps:
         raise UserError(f"{out} is at step {first} already: give more than {config.steps} steps to go on with it")
     stopped, started = False, time.perf_counter()
-    with MetricsFile(out, first) as log, stop_on_interrupt() as interrupted:
+    with MetricsFile(out, first) as log, stop_on_interrupt() as interrupted, fixed_order(device):
         history = read_lines(log.path) if first else []
         for step, pixels, labels in _batches(images, config, first):
             generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
