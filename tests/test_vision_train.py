@@ -374,16 +374,23 @@ def test_predicted_leave_is_the_reference_stretched_by_one_over_p_w():
     assert vision.relative_speed(table, 0.25, 16) == pytest.approx(0.25)
 
 
-def test_prediction_holds_for_the_noiseless_run(data):
-    """Ten classes, plain small steps of the expected loss: REINFORCE leaves when its p w(p) says, within a third."""
-    found = {}
-    for method, steps in (("cross_entropy", 60), ("reinforce", 400)):
-        settings = {**SMALL, "momentum": 0.1, "lr": 0.02}
-        config = VisionConfig(method=method, estimator="expected", steps=steps, **settings)
-        found[method] = curve(train(config, data).metrics)
-    classes = 25  # leaving means 10 / 25 = 0.4
-    predicted = predicted_leave(found["cross_entropy"], "reinforce", 64, classes)
-    assert leaves_at(found["reinforce"], classes) == pytest.approx(predicted, rel=1 / 3)
+@pytest.mark.parametrize("method", ["reinforce", "grpo", "sage"])
+def test_the_clock_is_exact_for_small_steps_without_noise_on_one_image(method):
+    """One row of logits, 25 classes, plain gradient steps: the method walks cross-entropy's path, at p w(p)."""
+    curves, classes, label, table = {}, 25, torch.tensor([3]), theory.binary_table(method, 8)
+    losses = {"cross_entropy": torch.nn.functional.cross_entropy,
+              method: lambda z, y: vision.expected_label_loss(z, y, 8, table)}
+    for name, loss in losses.items():
+        z, metrics = torch.zeros(1, classes, dtype=torch.float64, requires_grad=True), []
+        while not metrics or leaves_at(curves[name], classes) == math.inf:  # until p is 10 / 25
+            for _ in range(5):
+                pass_rate = z.detach().softmax(-1)[0, 3].item()
+                metrics.append({"step": len(metrics) + 1, "pass_rate": pass_rate, "top1": 0.0})
+                z.data -= 0.02 * torch.autograd.grad(loss(z, label), z)[0]
+            curves[name] = curve(metrics)
+    found = leaves_at(curves[method], classes)
+    assert found == pytest.approx(predicted_leave(curves["cross_entropy"], table, 8, classes), rel=0.05)
+    assert abs(found / leaves_at(curves["cross_entropy"], classes) - 1) > 0.1
 
 
 def test_interval_over_seeds():
