@@ -67,6 +67,11 @@ def load_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
     return state
 
 
+def last_state(folder: Path) -> dict[str, Any]:
+    """What the newest whole checkpoint in `folder` says besides weights and optimizer; there must be one."""
+    return json.loads((latest(folder) / "state.json").read_text())
+
+
 def load_weights(path: Path, policy: Policy) -> None:
     """Overwrite the policy's trained weights with those saved in `path` (adapter, or all of the model)."""
     files = sorted(path.glob("adapter_model.safetensors" if policy.is_adapter else "model*.safetensors"))

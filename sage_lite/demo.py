@@ -14,7 +14,7 @@ import numpy as np
 from sage_lite import advantages, theory
 from sage_lite.budget import GradientBudget, gradient_budget
 from sage_lite.errors import UserError
-from sage_lite.evaluation import Evaluation, Interval, bootstrap, evaluate, pass_at_k
+from sage_lite.evaluation import Evaluation, Interval, bootstrap, evaluate, over_seeds, pass_at_k
 from sage_lite.folders import latest
 from sage_lite.policy import Policy, load_policy
 from sage_lite.provenance import made_by
@@ -162,17 +162,6 @@ def _row(measured: list[Measured], own: str) -> dict[str, Any]:
 def _known(rates: np.ndarray) -> np.ndarray:
     """Without the problems of which no sample could be graded."""
     return rates[~np.isnan(rates)]
-
-
-def over_seeds(values: list[float]) -> Interval:
-    """Mean over seeds with its 95 % Student t interval; needs two or more seeds."""
-    from scipy.stats import t
-
-    mean, half = (
-        float(np.mean(values)),
-        float(t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5),
-    )
-    return Interval(mean, mean - half, mean + half)
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 
 from sage_lite.checks import array, whole
 from sage_lite.errors import UserError
@@ -90,6 +91,15 @@ def bootstrap(values, statistic=np.mean, *, resamples: int = 1000, seed: int = 0
     draws = [statistic(values[rng.integers(0, len(values), len(values))]) for _ in range(resamples)]
     low, high = np.nanpercentile(draws, [2.5, 97.5])
     return Interval(float(statistic(values)), float(low), float(high))
+
+
+def over_seeds(values) -> Interval:
+    """Mean over seeds, one value each, and its 95 % interval by Student's t. Raises UserError for fewer than two."""
+    values = np.asarray(values, dtype=np.float64)
+    if len(values) < 2:
+        raise UserError(f"an interval over seeds needs at least two runs, got {len(values)}")
+    mean, half = values.mean(), student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return Interval(float(mean), float(mean - half), float(mean + half))
 
 
 @dataclass

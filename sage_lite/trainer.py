@@ -3,7 +3,6 @@ stop."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
@@ -152,7 +151,7 @@ def _limits(config: TrainConfig, resumed: Path | None, policy: Policy, ready: Re
     rows = min(rows, config.rollout_batch or rows_at_once(ready.model_config, tokens, policy.device) or rows)
     values = {"rollout_batch": rows, "micro_batch_tokens": config.micro_batch_tokens}
     if resumed is not None:
-        state = json.loads((checkpoint.latest(resumed / "checkpoints") / "state.json").read_text())
+        state = checkpoint.last_state(resumed / "checkpoints")
         policy.loss_scale = state.get("loss_scale", 1.0)
         values = {name: min(value, state.get(name, value)) for name, value in values.items()}
     return {name: Limit(name, value) for name, value in values.items()}

@@ -122,8 +122,8 @@ def _train(config: VisionConfig, advantage: Any, data: tuple[ImageSet, ImageSet 
     scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
     saved = _Saved(model)
     first = prepare_folder(config, out, saved, optimizer)
-    if first and (state := checkpoint.load_checkpoint(checkpoint.latest(out / "checkpoints"), saved, optimizer)):
-        scaler.load_state_dict(state["scaler"])
+    if first:
+        scaler.load_state_dict(checkpoint.last_state(out / "checkpoints")["scaler"])
     mean, std = (value.to(device) for value in _scale(images))
     if first >= config.steps:
         raise UserError(f"{out} is at step {first} already: give more than {config.steps} steps to go on with it")

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 
 import sage_lite
 from sage_lite import theory, vision
 from sage_lite.device import pick_device
 from sage_lite.errors import UserError
-from sage_lite.evaluation import Interval
+from sage_lite.evaluation import Interval, over_seeds
 from sage_lite.vision_data import ImageSet
 from sage_lite.vision_loop import VisionConfig, VisionResult
 
@@ -61,16 +60,9 @@ def predicted_leave(reference: dict[str, list[float]], advantage: theory.Measura
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean over the seeds of a share in [0, 1], and its 95 % interval (Student's t, cut to [0, 1]).
-
-    Raises UserError for fewer than two values.
-    """
-    values = np.asarray(values, dtype=np.float64)
-    if len(values) < 2:
-        raise UserError(f"an interval over seeds needs at least two runs, got {len(values)}")
-    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    mean = float(values.mean())
-    return Interval(mean, max(0.0, mean - float(half)), min(1.0, mean + float(half)))
+    """`over_seeds` of a share in [0, 1], the interval cut to that range."""
+    found = over_seeds(values)
+    return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
 
 
 def select(records: Sequence[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:
